@@ -1,0 +1,33 @@
+"""What one step computes: decided by the scheduler, carried out by the model runner. No torch."""
+
+from dataclasses import dataclass, field
+
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """A run of one request's tokens, [start, start + count), computed in one step.
+
+    Where the run reaches the last known token (`samples`), the step samples the request's next one.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Empty is legal: everything waits for a block.
+
+    Order matters: a run may read blocks that an earlier run of the same plan writes.
+    """
+
+    scheduled: list[ScheduledTokens] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)  # blocks are gone; the runner forgets their rows
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(run.count for run in self.scheduled)

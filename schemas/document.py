@@ -1,0 +1,212 @@
+"""A document on its way in, and its row on the way out. The formats here are the contract with users."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+from schemas.errors import Failure
+from schemas.inference import FinishReason, Kind
+
+SCHEMA_VERSION = 1
+JOB_PATTERN = r"^[a-z0-9._-]{1,64}$"
+DEFAULT_JOB = "default"
+DEFAULT_TASK = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePosition:
+    """Where a document came from. `epoch` counts assignments: work started under an earlier one is fenced off."""
+
+    topic: str
+    partition: int
+    offset: int
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}/{self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class RawMessage:
+    """A record as the broker gave it. `timestamp_ms` is -1 where the record has none."""
+
+    position: SourcePosition
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.key or b"") + len(self.value or b"") + sum(len(k) + len(v or b"") for k, v in self.headers)
+
+
+class SamplingOverrides(BaseModel):
+    """Overrides of the task's sampling (SamplingParams says what each means); what is absent stays as the task has it.
+
+    Ranges are checked where the overrides are applied, so that one place knows them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logprobs: int | None = None
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class DocumentMessage(BaseModel):
+    """One JSON object a Kafka message. Unknown keys are refused, so that a misspelled one is noticed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", title="Pagemill document")
+
+    schema_version: int = Field(SCHEMA_VERSION, description=f"{SCHEMA_VERSION}; a newer one is refused by name")
+    id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="unique within job and task; absent: topic/partition/offset"
+    )
+    job: str = Field(DEFAULT_JOB, pattern=JOB_PATTERN, description="a job's name; results are found by it")
+    task: str = Field(DEFAULT_TASK, description="a task of the worker's settings")
+    fields: dict[str, Any] | None = Field(None, description="what the task's template sees")
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1)] | None = Field(None, description="a conversation")
+    prompt: str | None = Field(None, description="text as it is, without task template or chat template")
+    prompt_token_ids: tuple[TokenId, ...] | None = Field(None, description="token ids as they are")
+    sampling: SamplingOverrides | None = Field(None, description="overrides of the task's sampling")
+    priority: int = Field(0, ge=-10, le=10, description="higher goes first")
+    deadline: AwareDatetime | None = Field(None, description="RFC 3339 with zone; not started by then: failed")
+    metadata: dict[str, Any] | None = Field(None, description="stored and returned, not indexed")
+
+    @model_validator(mode="after")
+    def _one_content(self) -> "DocumentMessage":
+        given = [name for name in ("fields", "messages", "prompt", "prompt_token_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = " and ".join(given) if given else "none of them"
+            raise ValueError(f"exactly one of fields, messages, prompt, prompt_token_ids is needed; {what} given")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a row is found by. Unreadable parts have their defaults, so that every message has an identity."""
+
+    job: str
+    task: str
+    document_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A decoded message with its place and its record's timestamp and key."""
+
+    identity: Identity
+    position: SourcePosition
+    timestamp_ms: int
+    key: bytes | None
+    message: DocumentMessage
+    num_bytes: int  # of the raw message
+    attempt: int = 0  # 0 for the first; a replay carries one more
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedDocument:
+    """A message that cannot become a Document, with whatever identity could be read from it."""
+
+    identity: Identity
+    position: SourcePosition
+    timestamp_ms: int
+    key: bytes | None
+    failure: Failure
+    num_bytes: int
+    attempt: int = 0
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds: in the batcher's window, in the engine's queue, to the first token, to the last, and all together."""
+
+    wait_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResultSource:
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int | None  # the record's, ms since the epoch
+    key: str | None  # UTF-8 where it is that, else base64 behind "base64:"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a rerun of the document needs to know. `prompt_token_ids` is base64 of little-endian uint32."""
+
+    weights: str
+    tokenizer: str
+    template: str
+    sampling: dict[str, Any]
+    seed: int
+    engine_version: str
+    prompt_token_ids: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentResult:
+    """One row of the results index: every document has exactly one, answered or failed."""
+
+    job: str
+    id: str
+    task: str
+    kind: Kind
+    model: str
+    status: Literal["answered", "failed"]
+    source: ResultSource
+    worker: str
+    attempts: int
+    answered_at: datetime
+    failure: Failure | None = None
+    text: str | None = None
+    parsed: Any = None
+    label: str | None = None
+    label_scores: dict[str, float] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    truncated: bool = False
+    usage: Usage = field(default_factory=Usage)
+    timing: Timing = field(default_factory=Timing)
+    metadata: dict[str, Any] | None = None
+    receipt: Receipt | None = None
