@@ -17,8 +17,14 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int,
-        dtype: torch.dtype, device: torch.device,
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "KVCache":
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_size)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))

@@ -100,7 +100,9 @@ class DocumentMessage(BaseModel):
 
     @model_validator(mode="after")
     def _one_content(self) -> "DocumentMessage":
-        given = [name for name in ("fields", "messages", "prompt", "prompt_token_ids") if getattr(self, name) is not None]
+        given = [
+            name for name in ("fields", "messages", "prompt", "prompt_token_ids") if getattr(self, name) is not None
+        ]
         if len(given) != 1:
             what = " and ".join(given) if given else "none of them"
             raise ValueError(f"exactly one of fields, messages, prompt, prompt_token_ids is needed; {what} given")

@@ -46,9 +46,8 @@ class SamplingParams:
         _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "above 0 to 10")
         _require(-10.0 <= self.presence_penalty <= 10.0, "presence_penalty", self.presence_penalty, "-10 to 10")
         _require(-10.0 <= self.frequency_penalty <= 10.0, "frequency_penalty", self.frequency_penalty, "-10 to 10")
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}"
-        )
+        asked = self.logprobs if self.logprobs is not None else 0
+        _require(0 <= asked <= MAX_LOGPROBS, "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
 
     @property
     def is_greedy(self) -> bool:

@@ -92,7 +92,10 @@ class Settings(BaseSettings):
     """All of it. `load_settings` is the one reader."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix="PAGEMILL_", env_nested_delimiter="__", nested_model_default_partial_update=True
+        frozen=True,
+        extra="forbid",
+        env_prefix="PAGEMILL_",
+        env_nested_delimiter="__",
     )
 
     kafka: KafkaSettings = KafkaSettings()
