@@ -1,0 +1,215 @@
+"""Decides which waiting documents go to the engine next: those that share a prefix, side by side. Knows no document,
+only keys, sizes and times. Standard library only, so that a benchmark can order a workload with it anywhere."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class _Key(NamedTuple):
+    """Sorts the window. Hashes are of one length, so their concatenation sorts as the tuple of hashes does: that is
+    the depth-first walk of the prefix tree, and one memcmp a comparison."""
+
+    prefix: bytes
+    sequence: int  # order of arrival among equals; unique
+
+
+class _Waiting(Generic[T]):
+    __slots__ = ("deadline", "document", "key", "num_tokens", "priority", "urgent_at")
+
+    def __init__(
+        self, document: T, key: _Key, num_tokens: int, priority: int, urgent_at: float, deadline: float
+    ) -> None:
+        self.document = document
+        self.key = key
+        self.num_tokens = num_tokens
+        self.priority = priority
+        self.urgent_at = urgent_at
+        self.deadline = deadline
+
+
+class _Lap(Generic[T]):
+    """One priority class: its documents in prefix order, and how far the walk has come.
+
+    keys    [0, cursor)    arrived behind the walk: they wait for its next lap
+            [cursor, end)  still ahead in this one
+    """
+
+    __slots__ = ("cursor", "keys")
+
+    def __init__(self) -> None:
+        self.keys: list[_Key] = []
+        self.cursor = 0
+
+    def add(self, key: _Key) -> None:
+        at = bisect_left(self.keys, key)
+        self.keys.insert(at, key)
+        # On the boundary itself the document is ahead only where it sorts after what was last taken. That key is
+        # gone; a key that lands at `cursor` sorts before the next one ahead, so it may join this lap.
+        if at < self.cursor:
+            self.cursor += 1
+
+    def remove(self, key: _Key) -> None:
+        at = bisect_left(self.keys, key)
+        assert self.keys[at] == key, "a waiting document is in its class until it is taken"
+        del self.keys[at]
+        if at < self.cursor:
+            self.cursor -= 1
+
+
+class PrefixBatcher(Generic[T]):
+    """The window of waiting documents, walked in prefix order, lap after lap.
+
+    Higher priority goes first. Within a priority the walk goes on from its cursor; what arrives behind it waits for
+    the next lap. A document that waited `urgent_after_seconds`, or is that near its deadline, becomes urgent and goes
+    before all priorities. Urgent documents are taken in closed laps: what becomes urgent during one waits for the
+    next, so no stream of newcomers can hold anybody back. Times are seconds of one clock of the caller's.
+    """
+
+    def __init__(self, urgent_after_seconds: float) -> None:
+        self._urgent_after_seconds = urgent_after_seconds
+        self._waiting: dict[int, _Waiting[T]] = {}
+        self._laps: dict[int, _Lap[T]] = {}  # priority -> its class; empty classes are dropped
+        self._becoming_urgent: list[tuple[float, int]] = []  # (urgent_at, sequence) of all in `_laps`, sorted
+        self._urgent: list[int] = []  # this closed lap, last one first, so that pop() takes in order
+        self._urgent_next: list[int] = []
+        self._next_sequence = 0
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of all that wait."""
+        return self._num_tokens
+
+    def add(
+        self,
+        document: T,
+        *,
+        block_hashes: Sequence[bytes],
+        num_tokens: int,
+        now: float,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """Puts a document into the window. `num_tokens` is what it counts against a batch's budget."""
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        key = _Key(b"".join(block_hashes), sequence)
+        urgent_at = now + self._urgent_after_seconds
+        if deadline is not None:
+            urgent_at = min(urgent_at, deadline - self._urgent_after_seconds)
+        entry = _Waiting(
+            document, key, num_tokens, priority, urgent_at, deadline if deadline is not None else float("inf")
+        )
+        self._waiting[sequence] = entry
+        self._num_tokens += num_tokens
+        lap = self._laps.get(priority)
+        if lap is None:
+            lap = self._laps[priority] = _Lap()
+        lap.add(key)
+        insort(self._becoming_urgent, (urgent_at, sequence))
+
+    def next_batch(self, token_budget: int, now: float, max_documents: int | None = None) -> list[T]:
+        """Takes the next documents out, in order, while they fit the budget; the first one always does.
+
+        Empty where nothing waits or a budget is spent (`token_budget` or `max_documents` below 1).
+        """
+        self._promote(now)
+        taken: list[T] = []
+        room = len(self._waiting) if max_documents is None else max_documents
+        budget = token_budget
+        while room > 0 and budget > 0 and (self._urgent or self._urgent_next):
+            if not self._urgent:
+                self._close_urgent_lap()
+            entry = self._waiting[self._urgent[-1]]
+            if taken and entry.num_tokens > budget:
+                return taken
+            self._urgent.pop()
+            taken.append(self._take(entry))
+            budget -= entry.num_tokens
+            room -= 1
+        for priority in sorted(self._laps, reverse=True):
+            if room <= 0 or budget <= 0:
+                break
+            chosen = self._walk(priority, budget, room, must_take=not taken)
+            for entry in chosen:
+                self._forget_urgency(entry)
+                taken.append(self._take(entry))
+                budget -= entry.num_tokens
+            room -= len(chosen)
+            if priority in self._laps:
+                break  # the budget ended inside this class
+        return taken
+
+    def remove_where(self, documents: Iterable[T]) -> None:
+        """Drops documents (by identity) that nobody wants any more, such as those of a revoked partition."""
+        unwanted = {id(document) for document in documents}
+        for entry in [e for e in self._waiting.values() if id(e.document) in unwanted]:
+            sequence = entry.key.sequence
+            if sequence in self._urgent:
+                self._urgent.remove(sequence)
+            elif sequence in self._urgent_next:
+                self._urgent_next.remove(sequence)
+            else:
+                self._laps[entry.priority].remove(entry.key)
+                self._drop_if_empty(entry.priority)
+                self._forget_urgency(entry)
+            self._take(entry)
+
+    def _walk(self, priority: int, budget: int, room: int, must_take: bool) -> list[_Waiting[T]]:
+        """The next run of one class from its cursor, wrapping once into the next lap."""
+        lap = self._laps[priority]
+        chosen: list[_Waiting[T]] = []
+        for _ in range(2):
+            start = end = lap.cursor
+            while end < len(lap.keys) and len(chosen) < room and budget > 0:
+                entry = self._waiting[lap.keys[end].sequence]
+                if entry.num_tokens > budget and not (must_take and not chosen):
+                    budget = 0
+                    break
+                chosen.append(entry)
+                budget -= entry.num_tokens
+                end += 1
+            del lap.keys[start:end]
+            if lap.cursor < len(lap.keys):
+                break
+            lap.cursor = 0  # the lap is done; the next begins at the front
+        self._drop_if_empty(priority)
+        return chosen
+
+    def _promote(self, now: float) -> None:
+        """Moves what is past its age, or near its deadline, from its class into the next urgent lap."""
+        end = bisect_right(self._becoming_urgent, (now, self._next_sequence))
+        for _, sequence in self._becoming_urgent[:end]:
+            entry = self._waiting[sequence]
+            self._laps[entry.priority].remove(entry.key)
+            self._drop_if_empty(entry.priority)
+            self._urgent_next.append(sequence)
+        del self._becoming_urgent[:end]
+
+    def _close_urgent_lap(self) -> None:
+        """Deadlines first, then higher priority, then prefix order."""
+
+        def order(sequence: int) -> tuple[bool, int, _Key]:
+            entry = self._waiting[sequence]
+            return entry.deadline == float("inf"), -entry.priority, entry.key
+
+        self._urgent = sorted(self._urgent_next, key=order, reverse=True)
+        self._urgent_next = []
+
+    def _forget_urgency(self, entry: _Waiting[T]) -> None:
+        del self._becoming_urgent[bisect_left(self._becoming_urgent, (entry.urgent_at, entry.key.sequence))]
+
+    def _drop_if_empty(self, priority: int) -> None:
+        if not self._laps[priority].keys:
+            del self._laps[priority]
+
+    def _take(self, entry: _Waiting[T]) -> T:
+        del self._waiting[entry.key.sequence]
+        self._num_tokens -= entry.num_tokens
+        return entry.document
