@@ -36,7 +36,7 @@ class ServersUnavailable(Exception):
 
 
 def find_jdk() -> Path | None:
-    """The home of a JDK of version 21 or later: JAVA_HOME, the newest in the usual places, or that of PATH's `javac`."""
+    """The home of a JDK of version 21 or later: JAVA_HOME's, the newest in the usual folders, or that of `javac`."""
     if (java_home := os.environ.get("JAVA_HOME")) and _is_usable(Path(java_home)):
         return Path(java_home)
     installed = {path.resolve() for pattern in _JDK_FOLDERS for path in _glob(pattern)}
