@@ -6,6 +6,7 @@
     ├── EngineError        the engine process did not start, died, or broke its protocol
     ├── SourceError        Kafka: unreachable, refused, a topic or range that is gone
     ├── SinkError          Elasticsearch: unreachable, refused, a mapping that disagrees
+    ├── DemoError          the demo cannot run on this machine: an extra, a port, the network or the disk
     └── DocumentError      one document cannot be answered; becomes a Failure when it leaves its stage
 
 Only DocumentError is about a document. Every other one stops the worker, and its text says what to do.
@@ -38,6 +39,10 @@ class SourceError(PagemillError):
 
 class SinkError(PagemillError):
     """Elasticsearch is unreachable, refuses us, or holds an index that disagrees with ours."""
+
+
+class DemoError(PagemillError):
+    """The demo cannot run on this machine: an extra that is missing, a taken port, no network, a full disk."""
 
 
 class FailureCode(StrEnum):
