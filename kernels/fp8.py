@@ -1,0 +1,162 @@
+"""FP8 (e4m3) activations with one dynamic scale a row, made where the values are: in the norm, in SiLU-and-multiply.
+
+A row's scale is its largest magnitude / 448, so x = fp8 * scale; a row of zeros has scale 1. The product
+`torch._scaled_mm` takes the rows' scales and the weight's scales by output channel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+FP8_MAX = 448.0  # the largest finite e4m3
+
+
+def quantise_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (num_rows, num_cols) -> e4m3 of the same shape and float32 scales (num_rows, 1)."""
+    x = x.float()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
+
+
+def add_rms_norm_fp8_reference(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(e4m3 of the normed sum, its scales (num_rows, 1), the sum in x's dtype); without a residual the sum is x."""
+    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    f = total.float()
+    normed = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()
+    quantised, scale = quantise_rows_reference(normed)
+    return quantised, scale, total
+
+
+def silu_and_multiply_fp8_reference(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up (num_rows, 2 * num_cols) -> e4m3 of silu(gate) * up, (num_rows, num_cols), and scales (num_rows, 1)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return quantise_rows_reference(torch.nn.functional.silu(gate) * up)
+
+
+@triton.jit
+def _scale_of(largest):
+    return tl.where(largest > 0, largest / 448.0, 1.0)
+
+
+@triton.jit
+def _quantise_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, num_cols, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2^31 on long batches
+    cols = tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.abs(x), axis=0))
+    tl.store(out_ptr + row * num_cols + cols, (x / scale).to(tl.float8e4nv), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _add_rms_norm_fp8_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, sum_ptr, x_stride, num_cols, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * num_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * num_cols + cols, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / num_cols + eps) * weight
+    scale = _scale_of(tl.max(tl.abs(normed), axis=0))
+    tl.store(out_ptr + row * num_cols + cols, (normed / scale).to(tl.float8e4nv), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _silu_and_multiply_fp8_kernel(in_ptr, out_ptr, scale_ptr, in_stride, num_cols, BLOCK: tl.constexpr):
+    # Two passes: a row of 2 x 18,944 does not fit registers; the second reads it from the cache.
+    row = tl.program_id(0).to(tl.int64)
+    in_ptr += row * in_stride
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, num_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < num_cols
+        gate = tl.load(in_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(in_ptr + num_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(gate * tl.sigmoid(gate) * up))
+    scale = _scale_of(tl.max(largest, axis=0))
+    for start in range(0, num_cols, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < num_cols
+        gate = tl.load(in_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(in_ptr + num_cols + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * num_cols + cols, (gate * tl.sigmoid(gate) * up / scale).to(tl.float8e4nv), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+def _outputs(num_rows: int, num_cols: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty((num_rows, num_cols), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((num_rows, 1), dtype=torch.float32, device=device),
+    )
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One program a row; as `quantise_rows_reference`."""
+    num_rows, num_cols = x.shape
+    assert x.stride(1) == 1, f"last dimension has stride {x.stride(1)}"
+    out, scale = _outputs(num_rows, num_cols, x.device)
+    if num_rows:
+        block = triton.next_power_of_2(num_cols)
+        _quantise_rows_kernel[(num_rows,)](x, out, scale, x.stride(0), num_cols, BLOCK=block, num_warps=8)
+    return out, scale
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One program a row; as `add_rms_norm_fp8_reference`."""
+    num_rows, num_cols = x.shape
+    assert x.stride(1) == 1, f"last dimension has stride {x.stride(1)}"
+    assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
+    out, scale = _outputs(num_rows, num_cols, x.device)
+    total = x if residual is None else torch.empty_like(residual)
+    if num_rows:
+        _add_rms_norm_fp8_kernel[(num_rows,)](
+            x, residual, weight, out, scale, total, x.stride(0), num_cols, eps,
+            ADD=residual is not None, BLOCK=triton.next_power_of_2(num_cols), num_warps=8,
+        )  # fmt: skip
+    return out, scale, total
+
+
+def silu_and_multiply_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One program a row; as `silu_and_multiply_fp8_reference`."""
+    num_rows, twice = gate_up.shape
+    assert gate_up.stride(1) == 1, f"last dimension has stride {gate_up.stride(1)}"
+    out, scale = _outputs(num_rows, twice // 2, gate_up.device)
+    if num_rows:
+        block = min(4096, triton.next_power_of_2(twice // 2))
+        _silu_and_multiply_fp8_kernel[(num_rows,)](
+            gate_up, out, scale, gate_up.stride(0), twice // 2, BLOCK=block, num_warps=8
+        )  # fmt: skip
+    return out, scale
+
+
+def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight (out, in) -> e4m3 of the same shape and float32 scales (1, out), one an output channel."""
+    quantised, scale = quantise_rows_reference(weight)
+    return quantised, scale.t().contiguous()
+
+
+def fp8_linear(
+    x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """x (num_rows, in) e4m3, scale (num_rows, 1); weight (out, in) e4m3, weight_scale (1, out) -> (num_rows, out).
+
+    Accumulates in the tensor cores' fast mode; the bias is added in the product's epilogue.
+    """
+    return torch._scaled_mm(
+        x, weight.t(), scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=True
+    )

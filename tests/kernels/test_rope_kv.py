@@ -1,0 +1,43 @@
+"""Rope and KV write in one pass equals the plain truth, padding is not written, and no other page is touched."""
+
+import pytest
+import torch
+
+from kernels.rope_kv import rope_kv, rope_kv_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(14, 2, 64), (3, 1, 80), (4, 4, 96), (8, 1, 128)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_keys_and_values_are_as_the_truth_has_them(
+    num_heads: int, num_kv_heads: int, head_size: int, normed: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    num_tokens, width = 7, (num_heads + 2 * num_kv_heads) * head_size
+    padded = torch.randn(num_tokens, width + 8, device=DEVICE).to(dtype)
+    qkv = padded[:, :width]  # rows with a stride of their own
+    positions = torch.randint(0, 64, (num_tokens,), device=DEVICE)
+    angles = torch.randn(64, head_size // 2, device=DEVICE)
+    slots = torch.tensor([3, -1, 31, 0, 8, 9, 10], device=DEVICE)
+    norms = [torch.rand(head_size, device=DEVICE) + 0.5 if normed else None for _ in range(2)]
+    pages = torch.full((2, 4, 8, num_kv_heads, head_size), 7.0, device=DEVICE, dtype=dtype)
+    expected_pages = pages.clone()
+    query = rope_kv(qkv, positions, angles.cos(), angles.sin(), pages[0], pages[1], slots, num_heads, *norms)
+    expected = rope_kv_reference(
+        qkv, positions, angles.cos(), angles.sin(), expected_pages[0], expected_pages[1], slots, num_heads, *norms
+    )
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(query, expected, **tolerance)
+    torch.testing.assert_close(pages, expected_pages, **tolerance)
+    untouched = [slot for slot in range(32) if slot not in slots.tolist()]
+    assert (pages.view(2, 32, num_kv_heads, head_size)[:, untouched] == 7.0).all()
+
+
+def test_no_tokens_are_no_work() -> None:
+    pages = torch.zeros(2, 1, 8, 1, 16, device=DEVICE)
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    table = torch.ones(4, 8, device=DEVICE)
+    query = rope_kv(torch.empty(0, 64, device=DEVICE), none, table, table, pages[0], pages[1], none, num_heads=2)
+    assert query.shape == (0, 2, 16)
