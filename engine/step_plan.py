@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.request import Request
+from schemas.inference import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,12 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(run.count for run in self.scheduled)
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """What a step sampled: one entry per scheduled run with `samples`, in the plan's order."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # None where the request did not ask
+    finite: list[bool] = field(default_factory=list)  # False: the row held NaN or infinity; its token means nothing

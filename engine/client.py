@@ -1,0 +1,312 @@
+"""The worker's end of the engine process: starts it, feeds it, hears from it, ends it. No torch, no model."""
+
+import contextlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+from engine import protocol
+from engine.protocol import Message, MessageKind
+from schemas.errors import EngineError, ModelError
+from schemas.inference import (
+    EngineInfo,
+    EngineSettings,
+    EngineStats,
+    InferenceOutput,
+    InferenceRequest,
+    ModelSettings,
+)
+
+DEFAULT_COMMAND = (sys.executable, "-m", "engine.process")
+CLOSE_SECONDS = 5.0
+
+
+class EngineClient:
+    """One engine process and the socket to it.
+
+    `command` starts the process; the socket's descriptor is added to it as the last argument. `submit` and `abort`
+    may be called from one thread while another polls. Once the process is lost, every call raises the same EngineError;
+    what it had not answered is the caller's to submit again, to a new client.
+
+    silence_seconds  without a sign of life, which the process gives every second: it is frozen
+    step_seconds     for one step: it hangs
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        engine: EngineSettings,
+        command: Sequence[str] | None = None,
+        silence_seconds: float = 120.0,
+        step_seconds: float = 1800.0,
+    ) -> None:
+        self.stats = EngineStats()  # the latest that the engine has pushed
+        self._model = model
+        self._engine = engine
+        self._command = tuple(command) if command is not None else DEFAULT_COMMAND
+        self._silence_seconds = silence_seconds
+        self._step_seconds = step_seconds
+        self._sock: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reaper: threading.Thread | None = None
+        self._reader = protocol.FrameReader()
+        self._unread: list[Message] = []  # read by a failed send, on its way to the cause; poll has them first
+        self._send_lock = threading.Lock()
+        self._receive_lock = threading.Lock()
+        self._last_heard = 0.0
+        self._lost: EngineError | ModelError | None = None
+        self._is_closing = False
+
+    @property
+    def process_id(self) -> int | None:
+        """The engine process's id, None before start."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self, timeout_seconds: float, on_progress: Callable[[str, float], None] | None = None) -> EngineInfo:
+        """Start the process and wait until its model is loaded.
+
+        Raises ModelError where the model cannot be served, EngineError where the process cannot start, dies, or is not
+        ready in time; nothing is left running then.
+        """
+        assert self._process is None, "a client starts one process; make another client for another process"
+        deadline = time.monotonic() + timeout_seconds
+        part = "process"
+        try:
+            self._spawn()
+            self._send(protocol.hello_with_settings(self._model, self._engine))
+            greeted = False
+            while True:
+                messages = self._receive(deadline - time.monotonic())
+                if not messages and time.monotonic() >= deadline:
+                    raise EngineError(
+                        f"the engine was not ready after {timeout_seconds:g} s (it was at: {part}); "
+                        "a larger worker.engine_start_timeout_seconds gives it more time"
+                    )
+                for message in messages:
+                    if not greeted:
+                        protocol.check_version(message)
+                        greeted = True
+                    elif message[0] == MessageKind.PROGRESS:
+                        part = message[1]
+                        if on_progress is not None:
+                            on_progress(part, message[2])
+                    elif message[0] == MessageKind.READY:
+                        return protocol.decode_info(message)
+                    elif message[0] != MessageKind.HEARTBEAT:
+                        raise EngineError(f"the engine sent a message of kind {message[0]} while it started")
+        except BaseException as error:
+            if self._lost is None and isinstance(error, EngineError):
+                self._lost = error
+            self.kill()
+            raise
+
+    def submit(self, requests: Sequence[InferenceRequest]) -> None:
+        """Hand requests over; each ends in one InferenceOutput out of `poll`. Raises EngineError where it is lost."""
+        for start in range(0, len(requests), protocol.REQUESTS_PER_FRAME):
+            self._send(protocol.encode_requests(requests[start : start + protocol.REQUESTS_PER_FRAME]))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Ask for requests to end now. Each still ends in one output: "abort", or whatever it ended with before."""
+        self._send((MessageKind.ABORT, tuple(request_ids)))
+
+    def poll(self, timeout_seconds: float) -> list[InferenceOutput]:
+        """Outputs as soon as there are some, an empty list after the time-out.
+
+        Raises EngineError when the process died, hangs or sent what is not ours; outputs that came before are returned
+        first.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        outputs: list[InferenceOutput] = []
+        while not outputs:
+            for message in self._receive(deadline - time.monotonic()):
+                try:
+                    self._take(message, outputs)
+                except EngineError as error:
+                    self._lose(error)
+                except (TypeError, ValueError, IndexError, KeyError) as error:
+                    self._lose(
+                        EngineError(f"the engine sent a message of kind {message[0]} that cannot be read: {error}")
+                    )
+            if self._lost is not None or time.monotonic() >= deadline:
+                break
+        if not outputs and self._lost is not None:
+            raise self._lost
+        return outputs
+
+    def kill(self) -> None:
+        """End the process now. Idempotent."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """End the process: it exits when the socket closes. What it had not answered is lost. Idempotent."""
+        self._is_closing = True
+        sock, process, reaper = self._sock, self._process, self._reaper
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that polls, and the engine
+        if process is not None and reaper is not None:
+            reaper.join(CLOSE_SECONDS)
+            if reaper.is_alive():
+                process.send_signal(signal.SIGKILL)
+                reaper.join()
+        if sock is not None:
+            with self._send_lock, self._receive_lock:
+                sock.close()
+        if self._lost is None:
+            self._lost = EngineError("the engine was closed")
+
+    def __enter__(self) -> "EngineClient":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._sock = ours
+        spawned: Future[subprocess.Popen[bytes]] = Future()
+
+        def start_and_reap() -> None:
+            # The kernel kills the child with the *thread* that started it (PR_SET_PDEATHSIG), so that thread must live
+            # as long as the child: it waits for it.
+            try:
+                process = subprocess.Popen(
+                    [*self._command, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a library prints must not mix with a command's output
+                    pass_fds=(theirs.fileno(),),
+                    process_group=0,  # an interrupt from the terminal is the worker's to act on
+                )
+            except BaseException as error:
+                spawned.set_exception(error)
+                return
+            spawned.set_result(process)
+            process.wait()
+
+        self._reaper = threading.Thread(target=start_and_reap, name="engine-reaper", daemon=True)
+        self._reaper.start()
+        try:
+            self._process = spawned.result()
+        except OSError as error:
+            raise EngineError(f"the engine process cannot be started with {self._command[0]!r}: {error}") from error
+        finally:
+            theirs.close()  # or the socket would not close with the process
+        self._last_heard = time.monotonic()
+
+    def _send(self, message: Message) -> None:
+        frame = memoryview(protocol.encode_frame(message))
+        with self._send_lock:
+            if self._lost is not None:
+                raise self._lost
+            sock = self._open_socket()
+            while frame:
+                try:
+                    sent = sock.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    if not _wait(sock, select.POLLOUT, self._silence_seconds):
+                        raise self._lose(self._frozen()) from None
+                    continue
+                except OSError:
+                    raise self._read_to_the_end() from None
+                frame = frame[sent:]
+
+    def _read_to_the_end(self) -> EngineError | ModelError:
+        """Why the socket closed: the process may have said so before it went."""
+        with self._receive_lock:
+            while self._lost is None:
+                self._unread += self._read(self._silence_seconds)
+        return self._lost
+
+    def _receive(self, timeout_seconds: float) -> list[Message]:
+        """Messages, as soon as there are some; none after the time-out, or when the process turns out to be lost."""
+        with self._receive_lock:
+            if self._unread:
+                unread, self._unread = self._unread, []
+                return unread
+            if self._lost is not None:
+                raise self._lost
+            return self._read(timeout_seconds)
+
+    def _read(self, timeout_seconds: float) -> list[Message]:
+        sock = self._open_socket()
+        silence_left = self._last_heard + self._silence_seconds - time.monotonic()
+        if not _wait(sock, select.POLLIN, max(0.0, min(timeout_seconds, max(silence_left, 0.001)))):
+            if time.monotonic() - self._last_heard >= self._silence_seconds:
+                self._lose(self._frozen())
+            return []
+        try:
+            received = sock.recv(protocol.RECEIVE_BYTES)
+        except OSError:
+            received = b""
+        if not received:
+            self._lose(EngineError("the engine was closed") if self._is_closing else self._died())
+            return []
+        self._last_heard = time.monotonic()
+        messages = []
+        try:
+            for payload in self._reader.feed(received):
+                message = protocol.decode_message(payload)
+                if message[0] == MessageKind.FATAL:
+                    self._lose(ModelError(message[2]) if message[1] == "ModelError" else _failed(message[2]))
+                    break
+                messages.append(message)
+        except EngineError as error:
+            self._lose(EngineError(f"the engine sent what is not ours: {error}"))
+        return messages
+
+    def _take(self, message: Message, outputs: list[InferenceOutput]) -> None:
+        if message[0] == MessageKind.OUTPUTS:
+            outputs += protocol.decode_outputs(message)
+        elif message[0] == MessageKind.STATS:
+            self.stats = protocol.decode_stats(message)
+        elif message[0] == MessageKind.HEARTBEAT:
+            if message[1] > self._step_seconds:
+                raise EngineError(f"the engine hangs: its present step has run for {message[1]:.0f} s")
+        else:
+            raise EngineError(f"the engine sent a message of kind {message[0]} while it served")
+
+    def _open_socket(self) -> socket.socket:
+        assert self._sock is not None, "start() comes first"
+        return self._sock
+
+    def _lose(self, error: EngineError | ModelError) -> EngineError | ModelError:
+        """The process is of no use any more: note why (the first cause stays), end it, so that it frees its memory."""
+        if self._lost is None:
+            self._lost = error
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+        return self._lost
+
+    def _frozen(self) -> EngineError:
+        return EngineError(f"the engine gave no sign of life for {self._silence_seconds:g} s; it was killed")
+
+    def _died(self) -> EngineError:
+        assert self._process is not None
+        assert self._reaper is not None
+        self._reaper.join(CLOSE_SECONDS)
+        status = self._process.returncode
+        if status is None:
+            return EngineError("the engine closed its socket and did not exit; it was killed")
+        if status < 0:
+            name = signal.Signals(-status).name
+            hint = "; SIGKILL without us mostly means that memory ran out" if -status == signal.SIGKILL else ""
+            return EngineError(f"the engine process died of {name}{hint}")
+        return EngineError(f"the engine process exited with status {status}; its last words are on standard error")
+
+
+def _failed(sentence: str) -> EngineError:
+    return EngineError(f"the engine failed: {sentence}")
+
+
+def _wait(sock: socket.socket, event: int, timeout_seconds: float) -> bool:
+    poller = select.poll()  # select.select refuses descriptors from 1,024 on
+    poller.register(sock, event)
+    return bool(poller.poll(timeout_seconds * 1000))
