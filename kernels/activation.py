@@ -11,8 +11,8 @@ def silu_and_multiply_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _silu_and_multiply_kernel(gate_up_ptr, out_ptr, row_stride, num_cols, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _silu_and_multiply_kernel(gate_up_ptr, out_ptr, row_stride, num_cols, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # int64: row * row_stride passes 2^31 on long batches of wide layers
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols

@@ -20,8 +20,8 @@ def write_kv_reference(
             value_cache[slot // block_size, slot % block_size] = value[token]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_kv_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_kv_kernel(
     key_ptr,
     value_ptr,
     key_cache_ptr,
@@ -90,7 +90,7 @@ def write_kv(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write keys and values (num_tokens, num_kv_heads, head_size) into (num_blocks, block_size, num_kv_heads, head_size).
+    """Write key and value (num_tokens, num_kv_heads, head_size) into caches (num_blocks, block_size, *the same).
 
     slot_mapping (num_tokens,) int64 names each token's place; a token with slot -1 is padding and not written.
     No two tokens share a slot. The caches may be strided views; nothing but the slots named is touched.

@@ -1,6 +1,6 @@
 """RMS norm over the last dimension, alone or behind the residual sum: y = x / rms(x) * (weight + weight_offset).
 
-`weight_offset` is 1 for families that store weight - 1 (Gemma). The last dimension may be a head's (query and key norm).
+`weight_offset` is 1 for families that store weight - 1 (Gemma). It may be a head's (query and key norm).
 """
 
 import torch
@@ -22,8 +22,8 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, weight_offset), total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rms_norm_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -57,7 +57,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
-    """One program per row; x is (rows, n) or (tokens, heads, n), unit stride in the last dimension, any in the others."""
+    """One program per row; x is (rows, n) or (tokens, heads, n), with unit stride in the last dimension."""
     assert x.dim() in (2, 3), f"x is (rows, n) or (tokens, heads, n), not {tuple(x.shape)}"
     assert x.stride(-1) == 1, f"last dimension has stride {x.stride(-1)}"
     assert weight.shape == x.shape[-1:], f"weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}"

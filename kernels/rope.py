@@ -9,18 +9,20 @@ import triton
 import triton.language as tl
 
 
-def apply_rope_reference(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rope_reference(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
     """x (num_tokens, num_heads, head_size), rotated by its tokens' positions, as a new tensor; float32 inside."""
     half = cos.shape[1]
     cos_of_token = cos[positions].unsqueeze(1)
     sin_of_token = sin[positions].unsqueeze(1)
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    rotated = torch.cat((first * cos_of_token - second * sin_of_token, second * cos_of_token + first * sin_of_token), -1)
-    return torch.cat((rotated.to(x.dtype), rest), -1)
+    turned = (first * cos_of_token - second * sin_of_token, second * cos_of_token + first * sin_of_token)
+    return torch.cat((*(part.to(x.dtype) for part in turned), rest), -1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rope_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rope_kernel(
     query_ptr,
     key_ptr,
     positions_ptr,
