@@ -1,0 +1,322 @@
+"""The Elasticsearch sink: an outbox, and writer threads that empty it until every row has its verdict.
+
+    put ──> outbox ──> writer: bulk call ──> stored, already done, superseded ──> on_acknowledged
+               ^                         ├─> rejected ──────────────────────────> on_rejected
+               │                         ├─> refused for now: kept, waited for, sent again
+               └── has_room              └─> a wrong deployment: SinkError out of check()
+
+A row is counted in `num_pending` from `put` until its callback has returned, wherever it waits.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+from elasticsearch import Elasticsearch
+
+from pipeline.bulk import BulkOutcome, BulkSize, BulkWriter, OutboundRow, RowUnencodable, encode_row
+from pipeline.connection import check_reachable, connect
+from pipeline.index import ensure_index
+from pipeline.results import row_id
+from pipeline.retry import BreakerOpen, BreakerState, CircuitBreaker, TemporaryRefusal, call_until_taken
+from schemas.document import DocumentResult, Identity, SourcePosition
+from schemas.errors import Failure, FailureCode, SinkError, Stage
+from schemas.settings import ElasticsearchSettings
+
+logger = structlog.get_logger(__name__)
+
+CLOSE_SECONDS = 5.0  # for a writer in the middle of a call; what it had is delivered again to the next worker
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRow:
+    """A row that Elasticsearch will never accept. Its document goes to the dead letters, then `build_rejection_row`."""
+
+    row: DocumentResult
+    position: SourcePosition
+    index: str
+    version: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class SinkStats:
+    """Counters since the start, and gauges of now."""
+
+    num_bulks: int = 0
+    num_retries: int = 0
+    num_bytes: int = 0  # sent, again included
+    num_stored: int = 0
+    num_already_done: int = 0
+    num_superseded: int = 0
+    num_rejected: int = 0
+    num_pending: int = 0
+    num_waiting: int = 0  # of these, not in a writer's hands
+    num_breaker_openings: int = 0
+    breaker: BreakerState = BreakerState.CLOSED
+    bulk_documents: int = 0  # what a call may hold now
+
+
+class ElasticsearchSink:
+    """`put` from any thread, never blocking; the callbacks come from writer threads, and must not block for long.
+
+    `put` refuses nothing: what the engine has computed is kept. Whoever feeds the engine looks at `has_room` first.
+    """
+
+    def __init__(
+        self,
+        settings: ElasticsearchSettings,
+        *,
+        on_acknowledged: Callable[[list[SourcePosition]], None],
+        on_rejected: Callable[[list[RejectedRow]], None],
+        indices: Iterable[str] = (),
+        client: Elasticsearch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`indices` are the aliases that tasks name beside `settings.index`. A client given here is not closed here."""
+        self._settings = settings
+        self._indices = tuple(dict.fromkeys((settings.index, *indices)))
+        self._on_acknowledged = on_acknowledged
+        self._on_rejected = on_rejected
+        self._client = client
+        self._owns_client = client is None
+        self._clock = clock
+        self._breaker = CircuitBreaker(settings.breaker_failures, settings.max_backoff_seconds, clock)
+        self._size = BulkSize(settings.bulk_documents, settings.bulk_bytes)
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()  # guards everything below
+        self._outbox: deque[OutboundRow] = deque()
+        self._outbox_bytes = 0
+        self._unencodable: list[RejectedRow] = []
+        self._num_pending = 0
+        self._num_draining = 0  # callers of drain: do not wait for a bulk to fill
+        self._error: SinkError | None = None
+        self._stats = SinkStats()
+        self._writers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Connects, sees to the indices, starts the writers. Raises SettingsError or SinkError; nothing runs then."""
+        assert not self._writers, "started twice"
+        client = self._client if self._client is not None else connect(self._settings)
+        try:
+            check_reachable(client, self._settings, self._stopping)
+            for alias in self._indices:
+                ensure_index(client, alias, self._settings)
+        except BaseException:
+            if self._owns_client:
+                client.close()
+            raise
+        self._client = client
+        bulk = BulkWriter(client, self._size, self._settings.request_timeout_seconds)
+        for number in range(self._settings.num_writers):
+            writer = threading.Thread(target=self._run, args=(bulk,), name=f"sink-writer-{number}", daemon=True)
+            self._writers.append(writer)
+            writer.start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the outbox is below its limit. Everything not yet settled counts, in a writer's hands or not."""
+        return self._num_pending < self._settings.outbox_documents
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    def put(self, row: DocumentResult, version: int, position: SourcePosition, index: str | None = None) -> None:
+        """Hands a row over. `version` is row_version's; `index` is the task's alias where it has one of its own.
+
+        A row that cannot be written down is rejected alone, by callback like any other.
+        """
+        alias = index if index is not None else self._settings.index
+        identity = row_id(Identity(row.job, row.task, row.id))
+        try:
+            body = encode_row(row, alias, identity, version)
+        except RowUnencodable as error:
+            failure = Failure(FailureCode.SINK_REJECTED, Stage.SINK, str(error))
+            with self._changed:
+                self._num_pending += 1
+                self._unencodable.append(RejectedRow(row, position, alias, version, failure))
+                self._changed.notify()
+            return
+        outbound = OutboundRow(row, position, alias, identity, version, body, self._clock())
+        with self._changed:
+            self._num_pending += 1
+            self._outbox.append(outbound)
+            self._outbox_bytes += len(body)
+            # A writer waits for the first row, then for a full bulk; every row between would only wake it for nothing.
+            if len(self._outbox) == 1 or self._is_full():
+                self._changed.notify()
+
+    def check(self) -> None:
+        """Raises the SinkError that stopped the writers, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Waits until every row that was put is settled, without waiting for full bulks. False: not in time."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            self._num_draining += 1
+            self._changed.notify_all()
+            try:
+                while self._num_pending and self._error is None and not self._stopping.is_set():
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        break
+                    self._changed.wait(remaining)
+            finally:
+                self._num_draining -= 1
+        self.check()
+        return self._num_pending == 0
+
+    def close(self) -> None:
+        """Stops at once, waits cut short. What is not settled is not acknowledged, and so comes again. Idempotent."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for writer in self._writers:
+            writer.join(max(0.0, deadline - time.monotonic()))
+        if self._owns_client and self._client is not None:
+            self._client.close()
+
+    def stats(self) -> SinkStats:
+        with self._changed:
+            return replace(
+                self._stats,
+                num_pending=self._num_pending,
+                num_waiting=len(self._outbox),
+                num_breaker_openings=self._breaker.num_openings,
+                breaker=self._breaker.state,
+                bulk_documents=self._size.documents,
+            )
+
+    # The writer threads.
+
+    def _run(self, bulk: BulkWriter) -> None:
+        try:
+            while not self._stopping.is_set():
+                unencodable, rows = self._next_bulk()
+                if unencodable:
+                    self._report_rejected(unencodable)
+                if rows:
+                    self._write_all(bulk, rows)
+        except SinkError as error:
+            self._stop(error)
+        except TemporaryRefusal:
+            assert self._stopping.is_set(), "a refusal is waited out unless we stop"
+        except Exception as error:  # a bug, here or in a callback: nothing may go on as if rows were written
+            logger.exception("sink writer failed")
+            self._stop(SinkError(f"the sink's writer failed: {type(error).__name__}: {error}"))
+
+    def _stop(self, error: SinkError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._stopping.set()
+            self._changed.notify_all()
+
+    def _next_bulk(self) -> tuple[list[RejectedRow], list[OutboundRow]]:
+        """Waits for a full bulk, or for the oldest row's flush_seconds, a drain, a row to reject, or the end."""
+        with self._changed:
+            while not self._stopping.is_set():
+                if self._unencodable:
+                    unencodable, self._unencodable = self._unencodable, []
+                    return unencodable, []
+                if not self._outbox:
+                    self._changed.wait()
+                    continue
+                age = self._clock() - self._outbox[0].put_at
+                if self._is_full() or self._num_draining or age >= self._settings.flush_seconds:
+                    return [], self._take_bulk()
+                self._changed.wait(self._settings.flush_seconds - age)
+            return [], []
+
+    def _is_full(self) -> bool:
+        return len(self._outbox) >= self._size.documents or self._outbox_bytes >= self._size.bytes
+
+    def _take_bulk(self) -> list[OutboundRow]:
+        rows: list[OutboundRow] = []
+        num_bytes = 0
+        while self._outbox and len(rows) < self._size.documents:
+            num_bytes += len(self._outbox[0].body)
+            if rows and num_bytes > self._size.bytes:
+                break
+            rows.append(self._outbox.popleft())
+            self._outbox_bytes -= len(rows[-1].body)
+        if self._outbox:
+            self._changed.notify()  # another writer may have its bulk, or has to wait for its time
+        return rows
+
+    def _write_all(self, bulk: BulkWriter, rows: list[OutboundRow]) -> None:
+        while rows:
+            call_until_taken(
+                lambda: self._attempt(bulk, rows),
+                stop=self._stopping,
+                max_backoff_seconds=self._settings.max_backoff_seconds,
+                on_retry=self._note_retry,
+            )
+
+    def _attempt(self, bulk: BulkWriter, rows: list[OutboundRow]) -> None:
+        """One call for the first of `rows`; what is settled leaves the list, what is refused goes to its end."""
+        self._breaker.permit()
+        num_sent = self._size.take(rows)
+        outcome = bulk.write(rows[:num_sent])
+        if outcome.num_settled:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed()
+        rows[:num_sent] = []
+        rows.extend(outcome.refused)
+        self._settle(outcome)
+        if outcome.refused:
+            self._size.shrink()
+            raise outcome.refusal()
+        self._size.grow()
+
+    def _note_retry(self, error: BaseException, wait_seconds: float) -> None:
+        with self._changed:
+            self._stats = replace(self._stats, num_retries=self._stats.num_retries + 1)
+        if not isinstance(error, BreakerOpen):
+            logger.warning("bulk refused", cause=str(error)[:300], wait_seconds=round(wait_seconds, 3))
+
+    def _settle(self, outcome: BulkOutcome) -> None:
+        acknowledged = [
+            row.position for rows in (outcome.stored, outcome.already_done, outcome.superseded) for row in rows
+        ]
+        with self._changed:
+            stats = self._stats
+            self._stats = replace(
+                stats,
+                num_bulks=stats.num_bulks + outcome.num_calls,
+                num_bytes=stats.num_bytes + outcome.num_bytes,
+                num_stored=stats.num_stored + len(outcome.stored),
+                num_already_done=stats.num_already_done + len(outcome.already_done),
+                num_superseded=stats.num_superseded + len(outcome.superseded),
+            )
+        if acknowledged:
+            self._on_acknowledged(acknowledged)
+            self._settled(len(acknowledged))
+        if outcome.rejected:
+            self._report_rejected(
+                [RejectedRow(row.row, row.position, row.index, row.version, why) for row, why in outcome.rejected]
+            )
+
+    def _report_rejected(self, rejected: Sequence[RejectedRow]) -> None:
+        for each in rejected:
+            if each.row.failure is not None and each.row.failure.code is FailureCode.SINK_REJECTED:
+                raise SinkError(  # the row that says "rejected" was rejected: there is no third way to keep the account
+                    f"the failed row of {each.position} cannot be stored either: {each.failure.message}"
+                )
+        with self._changed:
+            self._stats = replace(self._stats, num_rejected=self._stats.num_rejected + len(rejected))
+        self._on_rejected(list(rejected))
+        self._settled(len(rejected))
+
+    def _settled(self, num_rows: int) -> None:
+        with self._changed:
+            self._num_pending -= num_rows
+            if not self._num_pending:
+                self._changed.notify_all()
