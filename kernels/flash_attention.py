@@ -6,7 +6,6 @@ flash-attn is an extra and imports CUDA libraries, so it is imported when a Flas
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class FlashAttention:
     def __init__(self) -> None:
         from flash_attn.cute import flash_attn_varlen_func
 
-        self._attend: Callable[..., Any] = flash_attn_varlen_func
+        self._attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_attn_varlen_func
 
     def __call__(
         self,
@@ -65,13 +64,12 @@ class FlashAttention:
         num_decode = plan.num_decode_rows
         if plan.prefill_lengths is None:
             return self._decode(query, key_cache, value_cache, plan, scale, window)
-        prefill = self._attend(
+        prefill, _ = self._attend(
             query[num_decode:], key_cache, value_cache,
             cu_seqlens_q=plan.prefill_query_starts, seqused_k=plan.prefill_lengths,
             page_table=plan.prefill_block_tables, max_seqlen_q=plan.max_prefill_queries,
-            softmax_scale=scale, causal=True, window_size=window,
+            softmax_scale=scale, causal=True, window_size=window, return_lse=True,
         )  # fmt: skip
-        prefill = prefill[0] if isinstance(prefill, tuple) else prefill
         if num_decode == 0:
             return prefill
         return torch.cat((self._decode(query[:num_decode], key_cache, value_cache, plan, scale, window), prefill))
