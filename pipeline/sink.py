@@ -21,7 +21,7 @@ from pipeline.bulk import BulkOutcome, BulkSize, BulkWriter, OutboundRow, RowUne
 from pipeline.connection import check_reachable, connect
 from pipeline.index import ensure_index
 from pipeline.results import row_id
-from pipeline.retry import BreakerOpen, BreakerState, CircuitBreaker, TemporaryRefusal, call_until_taken
+from pipeline.retry import BreakerOpen, BreakerState, CircuitBreaker, TemporaryRefusal, Verdict, call_until_taken
 from schemas.document import DocumentResult, Identity, SourcePosition
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.settings import ElasticsearchSettings
@@ -70,7 +70,7 @@ class ElasticsearchSink:
         self,
         settings: ElasticsearchSettings,
         *,
-        on_acknowledged: Callable[[list[SourcePosition]], None],
+        on_acknowledged: Callable[[list[SourcePosition], Verdict], None],
         on_rejected: Callable[[list[RejectedRow]], None],
         indices: Iterable[str] = (),
         client: Elasticsearch | None = None,
@@ -130,24 +130,31 @@ class ElasticsearchSink:
 
         A row that cannot be written down is rejected alone, by callback like any other.
         """
-        alias = index if index is not None else self._settings.index
-        identity = row_id(Identity(row.job, row.task, row.id))
-        try:
-            body = encode_row(row, alias, identity, version)
-        except RowUnencodable as error:
-            failure = Failure(FailureCode.SINK_REJECTED, Stage.SINK, str(error))
-            with self._changed:
-                self._num_pending += 1
-                self._unencodable.append(RejectedRow(row, position, alias, version, failure))
-                self._changed.notify()
-            return
-        outbound = OutboundRow(row, position, alias, identity, version, body, self._clock())
+        self.put_many([(row, version, position, index)])
+
+    def put_many(self, rows: Sequence[tuple[DocumentResult, int, SourcePosition, str | None]]) -> None:
+        """`put` of each (row, version, position, index), under one lock."""
+        outbound: list[OutboundRow] = []
+        unencodable: list[RejectedRow] = []
+        now = self._clock()
+        for row, version, position, index in rows:
+            alias = index if index is not None else self._settings.index
+            identity = row_id(Identity(row.job, row.task, row.id))
+            try:
+                body = encode_row(row, alias, identity, version)
+            except RowUnencodable as error:
+                failure = Failure(FailureCode.SINK_REJECTED, Stage.SINK, str(error))
+                unencodable.append(RejectedRow(row, position, alias, version, failure))
+            else:
+                outbound.append(OutboundRow(row, position, alias, identity, version, body, now))
         with self._changed:
-            self._num_pending += 1
-            self._outbox.append(outbound)
-            self._outbox_bytes += len(body)
+            was_empty = not self._outbox
+            self._num_pending += len(rows)
+            self._unencodable += unencodable
+            self._outbox.extend(outbound)
+            self._outbox_bytes += sum([len(row.body) for row in outbound])
             # A writer waits for the first row, then for a full bulk; every row between would only wake it for nothing.
-            if len(self._outbox) == 1 or self._is_full():
+            if unencodable or (outbound and was_empty) or self._is_full():
                 self._changed.notify()
 
     def check(self) -> None:
@@ -283,9 +290,11 @@ class ElasticsearchSink:
             logger.warning("bulk refused", cause=str(error)[:300], wait_seconds=round(wait_seconds, 3))
 
     def _settle(self, outcome: BulkOutcome) -> None:
-        acknowledged = [
-            row.position for rows in (outcome.stored, outcome.already_done, outcome.superseded) for row in rows
-        ]
+        acknowledged = (
+            (Verdict.STORED, outcome.stored),
+            (Verdict.ALREADY_DONE, outcome.already_done),
+            (Verdict.SUPERSEDED, outcome.superseded),
+        )
         with self._changed:
             stats = self._stats
             self._stats = replace(
@@ -296,9 +305,10 @@ class ElasticsearchSink:
                 num_already_done=stats.num_already_done + len(outcome.already_done),
                 num_superseded=stats.num_superseded + len(outcome.superseded),
             )
-        if acknowledged:
-            self._on_acknowledged(acknowledged)
-            self._settled(len(acknowledged))
+        for verdict, rows in acknowledged:
+            if rows:
+                self._on_acknowledged([row.position for row in rows], verdict)
+                self._settled(len(rows))
         if outcome.rejected:
             self._report_rejected(
                 [RejectedRow(row.row, row.position, row.index, row.version, why) for row, why in outcome.rejected]
