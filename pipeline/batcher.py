@@ -2,22 +2,26 @@
 only keys, sizes and times. Standard library only, so that a benchmark can order a workload with it anywhere."""
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
 class _Key(NamedTuple):
-    """Sorts the window. Hashes are of one length, so their concatenation sorts as the tuple of hashes does: that is
-    the depth-first walk of the prefix tree, and one memcmp a comparison."""
+    """Sorts the window: a depth-first walk of the prefix tree, without the tree.
+
+    `prefix` holds every fourth byte of the chained hashes, end to end. Equal blocks have equal bytes there, so whoever
+    shares a prefix sorts side by side as with the whole hashes, at one memcmp a comparison and a quarter of the cache
+    misses (20,000 documents of 118 blocks: 38 MB otherwise). Siblings whose bytes collide are merely out of order.
+    """
 
     prefix: bytes
     sequence: int  # order of arrival among equals; unique
 
 
 class _Waiting(Generic[T]):
-    __slots__ = ("deadline", "document", "key", "num_tokens", "priority", "urgent_at")
+    __slots__ = ("deadline", "document", "is_urgent", "key", "num_tokens", "priority", "urgent_at")
 
     def __init__(
         self, document: T, key: _Key, num_tokens: int, priority: int, urgent_at: float, deadline: float
@@ -28,6 +32,7 @@ class _Waiting(Generic[T]):
         self.priority = priority
         self.urgent_at = urgent_at
         self.deadline = deadline
+        self.is_urgent = False
 
 
 class _Lap(Generic[T]):
@@ -99,7 +104,7 @@ class PrefixBatcher(Generic[T]):
         """Puts a document into the window. `num_tokens` is what it counts against a batch's budget."""
         sequence = self._next_sequence
         self._next_sequence += 1
-        key = _Key(b"".join(block_hashes), sequence)
+        key = _Key(b"".join(block_hashes)[::4], sequence)
         urgent_at = now + self._urgent_after_seconds
         if deadline is not None:
             urgent_at = min(urgent_at, deadline - self._urgent_after_seconds)
@@ -146,20 +151,27 @@ class PrefixBatcher(Generic[T]):
                 break  # the budget ended inside this class
         return taken
 
-    def remove_where(self, documents: Iterable[T]) -> None:
-        """Drops documents (by identity) that nobody wants any more, such as those of a revoked partition."""
-        unwanted = {id(document) for document in documents}
-        for entry in [e for e in self._waiting.values() if id(e.document) in unwanted]:
-            sequence = entry.key.sequence
-            if sequence in self._urgent:
-                self._urgent.remove(sequence)
-            elif sequence in self._urgent_next:
-                self._urgent_next.remove(sequence)
-            else:
-                self._laps[entry.priority].remove(entry.key)
-                self._drop_if_empty(entry.priority)
-                self._forget_urgency(entry)
+    def remove_where(self, is_unwanted: Callable[[T], bool]) -> int:
+        """Drops documents that nobody wants any more, such as those of a revoked partition; says how many."""
+        unwanted = [entry for entry in self._waiting.values() if is_unwanted(entry.document)]
+        urgent = {entry.key.sequence for entry in unwanted}
+        for entry in unwanted:
+            if entry.is_urgent:
+                continue
+            urgent.discard(entry.key.sequence)
+            self._laps[entry.priority].remove(entry.key)
+            self._drop_if_empty(entry.priority)
+            self._forget_urgency(entry)
+        if urgent:
+            self._urgent = [sequence for sequence in self._urgent if sequence not in urgent]
+            self._urgent_next = [sequence for sequence in self._urgent_next if sequence not in urgent]
+        for entry in unwanted:
             self._take(entry)
+        return len(unwanted)
+
+    def clear(self) -> int:
+        """Drops everything; says how much that was."""
+        return self.remove_where(lambda _: True)
 
     def _walk(self, priority: int, budget: int, room: int, must_take: bool) -> list[_Waiting[T]]:
         """The next run of one class from its cursor, wrapping once into the next lap."""
@@ -189,6 +201,7 @@ class PrefixBatcher(Generic[T]):
             entry = self._waiting[sequence]
             self._laps[entry.priority].remove(entry.key)
             self._drop_if_empty(entry.priority)
+            entry.is_urgent = True
             self._urgent_next.append(sequence)
         del self._becoming_urgent[:end]
 

@@ -1,0 +1,485 @@
+"""The pipeline thread: documents from the source to the engine, rows from the engine to the sink.
+
+One turn: receive, prepare, feed, poll, make rows, store, settle; what goes to other threads goes in lists. A document
+is held in exactly one place at a time, and each place counts by itself, so that `Account.imbalance` notices a lost one:
+
+    arrived -> batcher -> running (in the engine) -> rows -> stored (the sink's, until acknowledged)
+        \\_____________________________\\_-> dead letters -/
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Protocol
+
+import structlog
+
+from consumers.source import Source
+from pipeline.account import Totals
+from pipeline.batcher import PrefixBatcher
+from pipeline.prompts import PromptBuilder, derived_seed
+from pipeline.results import ACTIONS, Action, build_rejection_row
+from pipeline.retry import Verdict
+from pipeline.rows import Row, RowBuilder, Work
+from pipeline.sink import RejectedRow
+from schemas.document import Document, RejectedDocument, SourcePosition
+from schemas.errors import DocumentError, EngineError, Failure
+from schemas.inference import EngineInfo, EngineStats, InferenceOutput, InferenceRequest
+
+logger = structlog.get_logger(__name__)
+
+FIRST_REQUEST_ID = 1  # 0 is the worker's own, of the inference that proves a started engine
+PREPARE_SLICE_SECONDS = 0.02  # then the engine is fed before more is tokenised
+POLL_DOCUMENTS = 1000
+WAIT_SECONDS = 0.05  # the longest that a turn sleeps
+HUNGRY_WAIT_SECONDS = 0.005  # while the engine could run more than it has
+SWEEP_SECONDS = 0.25  # between looks for work of revoked partitions
+STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what can run
+MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
+RESTART_BACKOFF_SECONDS = 1.0
+
+
+class Engine(Protocol):
+    """What the flow asks of engine.client.EngineClient."""
+
+    stats: EngineStats
+
+    def submit(self, requests: Sequence[InferenceRequest]) -> None: ...
+    def abort(self, request_ids: Iterable[int]) -> None: ...
+    def poll(self, timeout_seconds: float) -> list[InferenceOutput]: ...
+    def close(self) -> None: ...
+
+
+class RowSink(Protocol):
+    """What the flow asks of pipeline.sink.ElasticsearchSink."""
+
+    @property
+    def has_room(self) -> bool: ...
+    def put_many(self, rows: Sequence[Row]) -> None: ...
+    def check(self) -> None: ...
+
+
+class Flow:
+    """Moves every document to its row. `turn` and `run` are one thread's; `acknowledged`, `rejected`, `request_drain`
+    and what only reads are anybody's.
+
+    `start_engine` returns a started and proven engine; it is called again when the engine is lost. Times are seconds of
+    `clock`, which only ever grows.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sink: RowSink,
+        start_engine: Callable[[], tuple[Engine, EngineInfo]],
+        make_prompts: Callable[[EngineInfo], PromptBuilder],
+        rows: RowBuilder,
+        *,
+        max_running: int,
+        max_tokens_per_step: int,
+        urgent_after_seconds: float,
+        engine_restarts: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.totals = Totals()
+        self.engine_is_ready = False
+        self._source = source
+        self._sink = sink
+        self._start_engine = start_engine
+        self._make_prompts = make_prompts
+        self._rows_of = rows
+        self._max_running = max_running
+        self._max_tokens_per_step = max_tokens_per_step
+        self._engine_restarts = engine_restarts
+        self._clock = clock
+
+        self._engine: Engine | None = None
+        self._prompts: PromptBuilder | None = None
+        self._lost_in_a_row = 0
+        self._next_request_id = FIRST_REQUEST_ID
+        self._next_sweep = 0.0
+        self._drain_until: float | None = None
+        self._is_draining = False
+        self._stop = threading.Event()  # cuts the wait before an engine's restart short
+
+        # The places where a document can be; see the module's drawing.
+        self._arrived: deque[tuple[Document | RejectedDocument, float]] = deque()
+        self._batcher: PrefixBatcher[Work] = PrefixBatcher(urgent_after_seconds)
+        self._running: dict[int, Work] = {}
+        self._rows: list[Row] = []
+        self._storing: dict[SourcePosition, tuple[float, Failure | None]] = {}  # -> when it was put, why it failed
+        self._dead_lettering: dict[SourcePosition, Row] = {}  # the failed row that follows the acknowledgement
+        self._running_tokens = 0
+
+        # Written by other threads.
+        self._acknowledged: deque[tuple[Sequence[SourcePosition], Verdict]] = deque()
+        self._rejected: deque[RejectedRow] = deque()
+        self._dead_lettered: deque[SourcePosition] = deque()
+
+    # ---- for other threads
+
+    def acknowledged(self, positions: Sequence[SourcePosition], verdict: Verdict) -> None:
+        """The sink's word, from its threads: these rows are stored or need not be. They complete at once."""
+        self._source.complete(positions)
+        self._acknowledged.append((positions, verdict))
+
+    def rejected(self, rows: Iterable[RejectedRow]) -> None:
+        """The sink's word, from its threads: these rows will never be accepted."""
+        self._rejected.extend(rows)
+
+    def request_drain(self, grace_seconds: float) -> None:
+        """Take nothing more in, end what the engine has, and return from `run`, at the latest after the grace."""
+        self._drain_until = self._clock() + grace_seconds
+        self._stop.set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Documents held, counted place by place."""
+        return sum(self.held().values())
+
+    def held(self) -> dict[str, int]:
+        """Place -> how many documents are there now."""
+        return {
+            "arrived": len(self._arrived),
+            "batcher": len(self._batcher),
+            "engine": len(self._running),
+            "rows": len(self._rows),
+            "storing": len(self._storing),
+            "dead_letters": len(self._dead_lettering),
+        }
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens in the batcher: the backlog that is known, in the unit that the engine works in."""
+        return self._batcher.num_tokens
+
+    @property
+    def engine_stats(self) -> EngineStats:
+        return self._engine.stats if self._engine is not None else EngineStats()
+
+    # ---- the thread's own
+
+    def open_engine(self) -> EngineInfo:
+        """Starts the engine. Raises ModelError or EngineError."""
+        self._engine, info = self._start_engine()
+        self._prompts = self._make_prompts(info)
+        self._rows_of.weights = info.weights
+        self.engine_is_ready = True
+        return info
+
+    def run(self, until_drained: bool = False, on_turn: Callable[[], None] | None = None) -> None:
+        """Turns until drained: the backlog, where that is wanted, or on request. Raises what stops a worker."""
+        while True:
+            self.turn()
+            if on_turn is not None:
+                on_turn()
+            if self._drain_until is not None:
+                if not self._is_draining:
+                    self._begin_drain()
+                if not self.num_in_flight:
+                    return
+                if self._clock() >= self._drain_until:
+                    self._hand_back_running()
+                    return
+            elif until_drained and not self.num_in_flight and self._source.is_drained():
+                return
+
+    def turn(self) -> None:
+        """One round over all places. Sleeps only where nothing can be done, and not long."""
+        spent = self.totals.time.thread
+        started = self._clock()
+        self._receive()
+        received = self._clock()
+        spent["waiting for documents"] += received - started
+        self._prepare()
+        prepared = self._clock()
+        spent["tokenising"] += prepared - received
+        try:
+            self._feed()
+            fed = self._clock()
+            spent["ordering"] += fed - prepared
+            outputs = self._poll_engine()
+            polled = self._clock()
+            spent["waiting for the engine"] += polled - fed
+        except EngineError as error:
+            self._restart_engine(error)
+            return
+        self._take_outputs(outputs, polled)
+        made = self._clock()
+        spent["making rows"] += made - polled
+        self._store()
+        self._sink.check()
+        self.settle()
+        if made >= self._next_sweep:
+            self._next_sweep = made + SWEEP_SECONDS
+            self._drop_what_is_not_ours()
+        spent["storing"] += self._clock() - made
+
+    def _receive(self) -> None:
+        if self._is_draining or len(self._arrived) >= POLL_DOCUMENTS:
+            return
+        is_idle = not (self._arrived or self._running or self._rows or len(self._batcher))
+        documents = self._source.poll(POLL_DOCUMENTS, WAIT_SECONDS if is_idle else 0.0)
+        if documents:
+            now = self._clock()
+            self.totals.account.delivered += len(documents)
+            self._arrived.extend([(document, now) for document in documents])
+
+    def _prepare(self) -> None:
+        """Prompts for what arrived, for a slice of time: a long tokenisation must not starve the engine."""
+        if not self._arrived:
+            return
+        assert self._prompts is not None, "open_engine comes first"
+        until = self._clock() + PREPARE_SLICE_SECONDS
+        while self._arrived:
+            document, arrived = self._arrived.popleft()
+            if isinstance(document, RejectedDocument):
+                self._fail(document, document.failure)
+                continue
+            try:
+                prepared = self._prompts.prepare(document)
+            except DocumentError as error:
+                self._fail(document, error.failure)
+                continue
+            self._wait(Work(prepared, arrived))
+            if self._clock() >= until:
+                return
+
+    def _wait(self, work: Work) -> None:
+        prepared = work.prepared
+        message = prepared.document.message
+        now = self._clock()
+        left = self._prompts_now().seconds_left(prepared.document)
+        self._batcher.add(
+            work,
+            block_hashes=prepared.block_hashes,
+            num_tokens=len(prepared.token_ids),
+            now=now,
+            priority=message.priority,
+            deadline=None if left is None else now + left,
+        )
+
+    def _feed(self) -> None:
+        """Keeps two steps' worth of tokens waiting in the engine beyond what can run, and no more: order is late."""
+        if self._is_draining or self._rows or not len(self._batcher):
+            return
+        num_waiting = max(0, len(self._running) - self._max_running)
+        waiting_tokens = num_waiting * self._running_tokens / max(len(self._running), 1)
+        fresh = 1.0 - min(self.totals.hit_rate, MAX_HIT_RATE)
+        budget = int(STEPS_AHEAD * self._max_tokens_per_step / fresh - waiting_tokens)
+        if budget <= 0:
+            return
+        now = self._clock()
+        requests = []
+        for work in self._batcher.next_batch(budget, now):
+            prepared = work.prepared
+            document = prepared.document
+            if not self._source.is_current(document.position):
+                self.totals.account.handed_back += 1
+                continue
+            if document.message.deadline is not None:
+                try:
+                    self._prompts_now().require_time(document)
+                except DocumentError as error:
+                    self._fail(document, error.failure)
+                    continue
+            work.submitted = now
+            request_id = self._next_request_id
+            self._next_request_id += 1
+            self._running[request_id] = work
+            self._running_tokens += len(prepared.token_ids)
+            requests.append(_request(request_id, work))
+        if requests:
+            self._engine_now().submit(requests)
+
+    def _poll_engine(self) -> list[InferenceOutput]:
+        if not self._running:
+            return []
+        if self._arrived:
+            timeout = 0.0
+        elif len(self._running) < self._max_running and not self._is_draining:
+            timeout = HUNGRY_WAIT_SECONDS
+        else:
+            timeout = WAIT_SECONDS
+        return self._engine_now().poll(timeout)
+
+    def _take_outputs(self, outputs: list[InferenceOutput], now: float) -> None:
+        if not outputs:
+            return
+        self._lost_in_a_row = 0
+        totals, parts = self.totals, self.totals.time
+        answered_at = datetime.now(UTC)
+        for output in outputs:
+            work = self._running.pop(output.request_id, None)
+            if work is None:
+                continue  # aborted, and accounted for then
+            self._running_tokens -= len(work.prepared.token_ids)
+            work.tries += 1
+            totals.prompt_tokens += output.num_prompt_tokens
+            totals.cached_tokens += output.num_cached_tokens
+            totals.completion_tokens += len(output.token_ids)
+            timing = output.timing
+            parts.num_answered += 1
+            parts.waiting += work.submitted - work.arrived
+            parts.engine += now - work.submitted
+            parts.engine_queue += timing.queue_ms / 1000
+            parts.engine_prefill += timing.prefill_ms / 1000
+            parts.engine_decode += timing.decode_ms / 1000
+            answer = self._rows_of.read(work, output)
+            if answer.failure is not None and self._runs_again(work, answer.failure):
+                totals.retries += 1
+                self._wait(work)
+                continue
+            row = self._rows_of.answer_row(work, answer, output, now, answered_at)
+            if answer.failure is None:
+                self._rows.append(row)
+            else:
+                self._dead_letter(row, answer.failure)
+
+    def _runs_again(self, work: Work, failure: Failure) -> bool:
+        """Whether the table wants another try; prepares the work for it."""
+        action = ACTIONS[failure.code]
+        if action is Action.RETRY:
+            return work.tries <= self._engine_restarts
+        if action is Action.RETRY_ONCE and work.tries == 1 and not work.prepared.sampling.is_greedy:
+            identity = work.prepared.document.identity
+            work.prepared.seed = derived_seed(identity, attempt=work.tries)
+            return True
+        return False
+
+    def _fail(self, document: Document | RejectedDocument, failure: Failure) -> None:
+        self._dead_letter(self._rows_of.failure_row(document, failure, datetime.now(UTC)), failure)
+
+    def _dead_letter(self, row: Row, failure: Failure) -> None:
+        """The dead letter first; its acknowledgement lets the failed row follow, and that one's completes."""
+        result, _, position, _ = row
+        self._dead_lettering[position] = row
+        self._source.dead_letter(position, result.job, failure, lambda: self._dead_lettered.append(position))
+
+    def _store(self) -> None:
+        while self._dead_lettered:
+            row = self._dead_lettering.pop(self._dead_lettered.popleft(), None)
+            if row is not None:
+                self._rows.append(row)
+        if not self._rows or not self._sink.has_room:
+            return
+        now = self._clock()
+        for result, _, position, _ in self._rows:
+            self._storing[position] = (now, result.failure)
+        self._sink.put_many(self._rows)
+        self._rows = []
+
+    def settle(self) -> None:
+        """Accounts for what the sink's threads have said."""
+        account, parts = self.totals.account, self.totals.time
+        now = self._clock()
+        while self._acknowledged:
+            positions, verdict = self._acknowledged.popleft()
+            parts.num_stored += len(positions)
+            for position in positions:
+                put, failure = self._storing.pop(position)
+                parts.storing += now - put
+                if verdict is Verdict.ALREADY_DONE:
+                    account.already_done += 1
+                elif verdict is Verdict.SUPERSEDED:
+                    account.superseded += 1
+                elif failure is None:
+                    account.indexed += 1
+                else:
+                    account.failed += 1
+                    self.totals.failures[failure.code.value] = self.totals.failures.get(failure.code.value, 0) + 1
+        while self._rejected:
+            rejected = self._rejected.popleft()
+            del self._storing[rejected.position]
+            result = build_rejection_row(rejected.row, rejected.failure)
+            self._dead_letter((result, rejected.version, rejected.position, rejected.index), rejected.failure)
+
+    def _drop_what_is_not_ours(self) -> None:
+        """Hands back the work of partitions that went to another worker: their next owner does it."""
+        is_current = self._source.is_current
+        stale_ids = [i for i, w in self._running.items() if not is_current(w.prepared.document.position)]
+        for request_id in stale_ids:
+            self._running_tokens -= len(self._running.pop(request_id).prepared.token_ids)
+        if stale_ids:
+            self._engine_now().abort(stale_ids)
+        num_waiting = self._batcher.remove_where(lambda work: not is_current(work.prepared.document.position))
+        stale_letters = [p for p in self._dead_lettering if not is_current(p)]
+        for position in stale_letters:
+            del self._dead_lettering[position]
+        num_dropped = len(stale_ids) + num_waiting + len(stale_letters)
+        if num_dropped:
+            self.totals.account.handed_back += num_dropped
+            logger.info("handed back the work of revoked partitions", documents=num_dropped)
+
+    def _begin_drain(self) -> None:
+        """What the engine has not begun costs nothing to hand back; what it has is ended and stored."""
+        self._is_draining = True
+        self._source.drain()
+        self.totals.account.handed_back += len(self._arrived) + self._batcher.clear()
+        self._arrived.clear()
+        logger.info("draining", **self.held())
+
+    def _hand_back_running(self) -> None:
+        """The grace is over. What the sink has stays with it: closing it says what became of that."""
+        logger.warning("the grace period ended before the work did", **self.held())
+        account = self.totals.account
+        account.handed_back += len(self._running) + len(self._rows) + len(self._dead_lettering)
+        self._running.clear()
+        self._rows.clear()
+        self._dead_lettering.clear()
+
+    def hand_back_storing(self) -> None:
+        """After the sink was closed: rows that it could not store, which come again to their next owner."""
+        self.settle()
+        self.totals.account.handed_back += len(self._storing)
+        self._storing.clear()
+
+    def _restart_engine(self, cause: EngineError) -> None:
+        """A new engine gets what the lost one had. Raises EngineError where that is tried in vain too often."""
+        self.engine_is_ready = False
+        while True:
+            self._engine_now().close()
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row > self._engine_restarts:
+                raise EngineError(
+                    f"the engine was lost {self._lost_in_a_row} times without an output between, the last time because "
+                    f"{cause}; worker.engine_restarts = {self._engine_restarts} allows no more"
+                ) from cause
+            seconds = RESTART_BACKOFF_SECONDS * 2 ** (self._lost_in_a_row - 1)
+            logger.error("engine lost", cause=str(cause), in_flight=len(self._running), wait_seconds=seconds)
+            self._stop.wait(seconds)
+            if self._drain_until is not None:
+                self._hand_back_running()
+                return
+            self.totals.engine_restarts += 1
+            try:
+                self.open_engine()
+                requests = [_request(request_id, work) for request_id, work in self._running.items()]
+                self._engine_now().submit(requests)
+                return
+            except EngineError as error:
+                cause = error
+
+    def _engine_now(self) -> Engine:
+        assert self._engine is not None, "open_engine comes first"
+        return self._engine
+
+    def _prompts_now(self) -> PromptBuilder:
+        assert self._prompts is not None, "open_engine comes first"
+        return self._prompts
+
+
+def _request(request_id: int, work: Work) -> InferenceRequest:
+    prepared = work.prepared
+    return InferenceRequest(
+        request_id,
+        prepared.token_ids,
+        prepared.sampling,
+        prepared.seed,
+        prepared.task.task.kind,
+        prepared.block_hashes,
+        prepared.task.label_token_ids,
+        prepared.document.message.priority,
+    )
