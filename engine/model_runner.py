@@ -1,0 +1,175 @@
+"""Carries a StepPlan out: rows of running requests to tensors, the decoder, the sampler.
+
+Python touches a request when it is admitted, gets a block or a token, and ends; the step's tensors are gathered from
+per-row arrays. Decides nothing: what runs is the scheduler's, what is drawn the sampler's.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import ForwardBatch
+from engine.kv_cache import KVCache
+from engine.models.decoder import Decoder
+from engine.request import Request
+from engine.step_plan import SampledTokens, ScheduledTokens, StepPlan
+
+
+class SamplerFace(Protocol):
+    """What the runner asks of a sampler."""
+
+    def add(self, request: Request) -> None: ...
+
+    def remove(self, request_id: int) -> None: ...
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> SampledTokens: ...
+
+
+@dataclass(slots=True)
+class RequestRows:
+    """One row per request that has blocks: its tokens and its block table, as far as they were copied.
+
+    token_ids     (max_running, max_model_len)           [0, num_tokens[row]) is the request's
+    block_tables  (max_running, max_blocks_per_request)  [0, num_blocks[row]) is the request's; the rest stale
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int32]
+    num_tokens: list[int]
+    num_blocks: list[int]
+    row_of_request: dict[int, int] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+
+    @classmethod
+    def allocate(cls, max_running: int, max_model_len: int, block_size: int) -> "RequestRows":
+        # np.zeros maps memory that costs nothing until a row is written.
+        return cls(
+            token_ids=np.zeros((max_running, max_model_len), dtype=np.int64),
+            block_tables=np.zeros((max_running, -(-max_model_len // block_size)), dtype=np.int32),
+            num_tokens=[0] * max_running,
+            num_blocks=[0] * max_running,
+            free=list(range(max_running - 1, -1, -1)),
+        )
+
+    def update(self, request: Request) -> int:
+        """The request's row, with what is new of its tokens and blocks copied in."""
+        row = self.row_of_request.get(request.request_id)
+        if row is None:
+            assert self.free, f"more than {len(self.num_tokens)} requests have blocks"
+            row = self.row_of_request[request.request_id] = self.free.pop()
+            self.num_tokens[row] = self.num_blocks[row] = 0
+        known, total = self.num_tokens[row], len(request.token_ids)
+        if known != total:
+            self.token_ids[row, known:total] = request.token_ids[known:]
+            self.num_tokens[row] = total
+        known, total = self.num_blocks[row], len(request.block_ids)
+        if known != total:
+            assert known < total, f"request {request.request_id} lost blocks while it ran"
+            self.block_tables[row, known:total] = request.block_ids[known:]
+            self.num_blocks[row] = total
+        return row
+
+    def forget(self, request_id: int) -> None:
+        """Frees the row; nothing where there is none."""
+        if (row := self.row_of_request.pop(request_id, None)) is not None:
+            self.free.append(row)
+
+
+class ModelRunner:
+    """One decoder, its KV cache and its sampler."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, sampler: SamplerFace, max_running: int, max_model_len: int
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._sampler = sampler
+        self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
+        self._sampling: set[int] = set()  # request ids that the sampler knows
+        self.step_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}  # totals; the device's work where it is waited for
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> SampledTokens:
+        """Computes the plan's runs and samples for those that reach their last known token, in the plan's order."""
+        started = time.perf_counter()
+        for request in plan.preempted:
+            self._rows.forget(request.request_id)
+        if not plan.scheduled:
+            return SampledTokens()
+        batch = self._prepare(plan.scheduled)
+        prepared = time.perf_counter()
+        hidden = self._decoder.forward(batch, self._cache)
+        sampling = [run.request for run in plan.scheduled if run.samples]
+        logits = self._decoder.logits(hidden)
+        computed = time.perf_counter()
+        sampled = self._sampler.sample(logits, sampling) if sampling else SampledTokens()
+        ended = time.perf_counter()
+        self.step_seconds["prepare"] += prepared - started
+        self.step_seconds["forward"] += computed - prepared
+        self.step_seconds["sample"] += ended - computed
+        return sampled
+
+    def release(self, request: Request) -> None:
+        """The request ended: its row and its sampling state go. Idempotent."""
+        self._rows.forget(request.request_id)
+        if request.request_id in self._sampling:
+            self._sampling.discard(request.request_id)
+            self._sampler.remove(request.request_id)
+
+    def _prepare(self, scheduled: Sequence[ScheduledTokens]) -> ForwardBatch:
+        rows_of_runs = []
+        for run in scheduled:
+            request = run.request
+            if request.request_id not in self._sampling:
+                self._sampling.add(request.request_id)
+                self._sampler.add(request)
+            rows_of_runs.append(self._rows.update(request))
+        rows = np.array(rows_of_runs, dtype=np.int64)
+        starts = np.array([run.start for run in scheduled], dtype=np.int64)
+        counts = np.array([run.count for run in scheduled], dtype=np.int64)
+        samples = np.array([run.samples for run in scheduled], dtype=np.bool_)
+        return gather_batch(self._rows, rows, starts, counts, samples, self._cache.block_size, self._decoder.device)
+
+
+def gather_batch(
+    request_rows: RequestRows,
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    samples: npt.NDArray[np.bool_],
+    block_size: int,
+    device: torch.device,
+) -> ForwardBatch:
+    """The step's tensors. rows, starts, counts, samples: one entry per run, in the plan's order; counts are 1 or more."""
+    ends = starts + counts
+    query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    row_of_token = np.repeat(rows, counts)
+    # Token t of run r is at starts[r] + (t - query_starts[r]).
+    positions = np.arange(query_starts[-1], dtype=np.int64) + np.repeat(starts - query_starts[:-1], counts)
+    blocks = request_rows.block_tables[row_of_token, positions // block_size].astype(np.int64)
+    max_sequence_length = int(ends.max())
+    block_tables = request_rows.block_tables[rows, : -(-max_sequence_length // block_size)]
+    # What lies past a row's length is another request's, or nobody's.
+    num_blocks = -(-ends // block_size)
+    block_tables[np.arange(block_tables.shape[1])[None, :] >= num_blocks[:, None]] = 0
+
+    def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return ForwardBatch(
+        token_ids=to_device(request_rows.token_ids[row_of_token, positions]),
+        positions=to_device(positions),
+        slot_mapping=to_device(blocks * block_size + positions % block_size),
+        block_tables=to_device(block_tables),
+        query_starts=to_device(query_starts),
+        sequence_lengths=to_device(ends.astype(np.int32)),
+        logits_indices=to_device(query_starts[1:][samples].astype(np.int64) - 1),
+        max_query_length=int(counts.max()),
+        max_sequence_length=max_sequence_length,
+    )
