@@ -185,6 +185,11 @@ class Tokenizer:
                 table[token_id] = spell(added_token.content)
         return tuple(table)
 
+    @cached_property
+    def drops_first_space(self) -> bool:
+        """Whether decoding leaves out one space at the text's very start (SentencePiece put it there)."""
+        return "Strip" in _decoder_kinds(self._backend)
+
     def _ordinary(self, backend: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
