@@ -7,7 +7,6 @@ is held in exactly one place at a time, and each place counts by itself, so that
         \\_____________________________\\_-> dead letters -/
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -82,6 +81,7 @@ class Flow:
         urgent_after_seconds: float,
         engine_restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.totals = Totals()
         self.engine_is_ready = False
@@ -94,6 +94,8 @@ class Flow:
         self._max_tokens_per_step = max_tokens_per_step
         self._engine_restarts = engine_restarts
         self._clock = clock
+        self._sleep = sleep
+        self.last_turn = clock()
 
         self._engine: Engine | None = None
         self._prompts: PromptBuilder | None = None
@@ -102,7 +104,6 @@ class Flow:
         self._next_sweep = 0.0
         self._drain_until: float | None = None
         self._is_draining = False
-        self._stop = threading.Event()  # cuts the wait before an engine's restart short
 
         # The places where a document can be; see the module's drawing.
         self._arrived: deque[tuple[Document | RejectedDocument, float]] = deque()
@@ -131,8 +132,12 @@ class Flow:
 
     def request_drain(self, grace_seconds: float) -> None:
         """Take nothing more in, end what the engine has, and return from `run`, at the latest after the grace."""
+        # An assignment and nothing else: this runs inside signal handlers, where a lock could be ours already.
         self._drain_until = self._clock() + grace_seconds
-        self._stop.set()
+
+    def grace_left(self) -> float:
+        """Seconds until a requested drain must end; 0 where none was requested."""
+        return 0.0 if self._drain_until is None else max(0.0, self._drain_until - self._clock())
 
     @property
     def num_in_flight(self) -> int:
@@ -189,7 +194,7 @@ class Flow:
     def turn(self) -> None:
         """One round over all places. Sleeps only where nothing can be done, and not long."""
         spent = self.totals.time.thread
-        started = self._clock()
+        started = self.last_turn = self._clock()
         self._receive()
         received = self._clock()
         spent["waiting for documents"] += received - started
@@ -449,7 +454,9 @@ class Flow:
                 ) from cause
             seconds = RESTART_BACKOFF_SECONDS * 2 ** (self._lost_in_a_row - 1)
             logger.error("engine lost", cause=str(cause), in_flight=len(self._running), wait_seconds=seconds)
-            self._stop.wait(seconds)
+            until = self._clock() + seconds
+            while self._clock() < until and self._drain_until is None:
+                self._sleep(WAIT_SECONDS)
             if self._drain_until is not None:
                 self._hand_back_running()
                 return

@@ -156,18 +156,6 @@ def require_addresses(settings: Settings, *, model: bool = True) -> None:
         )
 
 
-def read_secret(secret: SecretStr | None, file: Path | None, key: str) -> str | None:
-    """The secret `key` ("kafka.sasl_password"), from the settings or its file; None where neither is given."""
-    if secret is not None and file is not None:
-        raise SettingsError(f"{key} and {key}_file are both given; give one of them")
-    if file is None:
-        return secret.get_secret_value() if secret is not None else None
-    try:
-        return file.read_text(encoding="utf-8").strip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{key}_file = {str(file)!r} cannot be read: {error}") from None
-
-
 def masked_settings(settings: Settings) -> dict[str, Any]:
     """The effective settings as plain JSON types, secrets as asterisks: fit to be printed."""
     plain = settings.model_dump(mode="json")

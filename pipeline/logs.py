@@ -1,0 +1,57 @@
+"""Structured logs to standard error: one event a line with its ids, ours and the libraries' alike."""
+
+import logging
+import sys
+from typing import Any, Literal
+
+import structlog
+
+# What the libraries say below this is about their own machinery.
+_LIBRARIES = ("kafka", "elastic_transport", "elasticsearch", "urllib3")
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
+    """Sets up structlog and the standard library's logging for this process. Called once, by the command."""
+    number = getattr(logging, level.upper())
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: Any
+    if log_format == "json":
+        last = [structlog.processors.format_exc_info]
+        renderer = structlog.processors.JSONRenderer()
+    else:
+        last = []
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[*shared, *last, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, renderer],
+            foreign_pre_chain=[*shared, _add_extra],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+def _add_extra(_: Any, __: str, event: Any) -> Any:
+    """`extra={...}` of a standard log call becomes keys of the event."""
+    record: logging.LogRecord | None = event.get("_record")
+    if record is not None:
+        for key, value in vars(record).items():
+            if key not in _STANDARD_ATTRIBUTES:
+                event.setdefault(key, value)
+        event["logger"] = record.name
+    return event

@@ -1,0 +1,268 @@
+"""The worker: builds the parts, starts them in an order that tells mistakes before anything is consumed, ends them."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import structlog
+from elastic_transport import TransportError
+from elasticsearch import ApiError, Elasticsearch
+
+from consumers.kafka import KafkaSource
+from consumers.source import Source
+from consumers.topics import ensure_topics
+from engine.client import EngineClient
+from engine.tokenizer import Tokenizer
+from pipeline.connection import connect
+from pipeline.flow import Flow
+from pipeline.http import StatusServer
+from pipeline.metrics import Readings, WorkerMetrics
+from pipeline.prompts import PromptBuilder, PromptTokenizer, compile_tasks
+from pipeline.results import WorkerIdentity
+from pipeline.rows import RowBuilder
+from pipeline.sink import ElasticsearchSink
+from pipeline.summary import RunSummary
+from schemas.errors import EngineError, SettingsError, SourceError
+from schemas.inference import EngineInfo, InferenceRequest, SamplingParams
+from schemas.settings import Settings, require_addresses
+
+logger = structlog.get_logger(__name__)
+
+PROOF_TIMEOUT_SECONDS = 300.0  # for the first inference, which may compile kernels
+STUCK_SECONDS = 60.0  # without a turn of the pipeline's thread: not alive
+HEALTH_SECONDS = 2.0  # an answer of Elasticsearch's is good for so long
+STORE_SECONDS = 5.0  # at the least, for rows of computed answers at the end
+
+
+class StoppedAtOnce(Exception):
+    """A signal before anything was consumed: there is nothing to drain."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} while starting")
+        self.signal_number = signal_number
+
+
+class Worker:
+    """One worker process's parts. `run` is called once, from the thread that becomes the pipeline's.
+
+    `engine_command` puts another engine process in the real one's place; `tokenizer` another tokenizer.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine_command: Sequence[str] | None = None,
+        tokenizer: PromptTokenizer | None = None,
+        on_turn: Callable[["Flow"], None] | None = None,
+        on_engine_progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._engine_command = engine_command
+        self._tokenizer = tokenizer
+        self._on_turn = on_turn
+        self._on_engine_progress = on_engine_progress
+        self._name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._flow: Flow | None = None
+        self._source: Source | None = None
+        self._sink: ElasticsearchSink | None = None
+        self._client: Elasticsearch | None = None
+        self._health_checked = -HEALTH_SECONDS
+        self._health: str | None = None
+        self._health_lock = threading.Lock()
+        self._http_port = 0
+
+    def run(self, until_drained: bool = False) -> RunSummary:
+        """Serves until a signal, or until the backlog is done. Raises PagemillError for what stops it otherwise.
+
+        SIGTERM and SIGINT drain within worker.grace_seconds and commit; a second one ends the process at once.
+        """
+        settings = self._settings
+        require_addresses(settings, model=self._tokenizer is None)
+        with ExitStack() as parts, self._signals():
+            tokenizer, model_name = self._load_tokenizer()
+            tasks = compile_tasks(settings.tasks, tokenizer)
+            fingerprint = tokenizer.fingerprint if isinstance(tokenizer, Tokenizer) else "test"
+            rows = RowBuilder(
+                tasks, WorkerIdentity(self._name, model_name), fingerprint, receipts=settings.worker.receipts
+            )
+            self._start_http(parts)
+            sink = self._start_sink(parts, [task.index for task in settings.tasks.values()])
+            ensure_topics(settings.kafka)
+            source = self._source = KafkaSource(settings.kafka, worker=self._name)
+            flow = Flow(
+                source,
+                sink,
+                lambda: self._start_engine(parts),
+                lambda info: PromptBuilder(tasks, tokenizer, info),
+                rows,
+                max_running=settings.engine.max_running,
+                max_tokens_per_step=settings.engine.max_tokens_per_step,
+                urgent_after_seconds=settings.worker.urgent_after_seconds,
+                engine_restarts=settings.worker.engine_restarts,
+            )
+            info = flow.open_engine()
+            logger.info("engine started", model=info.model, device=info.device, seconds=info.start_seconds)
+            parts.callback(source.close)
+            source.start()
+            self._flow = flow  # from here on a signal drains
+            started = time.monotonic()
+            logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
+            try:
+                flow.run(until_drained, None if self._on_turn is None else lambda: self._tell_turn(flow))
+            except SourceError:
+                flow.request_drain(settings.worker.grace_seconds)  # nothing computed is thrown away
+                flow.run()
+                raise
+            sink.drain(max(STORE_SECONDS, flow.grace_left()))
+            sink.close()
+            flow.hand_back_storing()
+            summary = RunSummary(flow.totals, flow.engine_stats, time.monotonic() - started, flow.num_in_flight)
+        logger.info("worker ended", **summary.event())
+        return summary
+
+    @property
+    def http_port(self) -> int:
+        """Where /livez, /readyz and /metrics are; 0 before `run` has bound it."""
+        return self._http_port
+
+    def readiness(self) -> Mapping[str, str | None]:
+        """Part -> what it lacks, None where it is ready. From any thread."""
+        flow, source = self._flow, self._source
+        has_assignment = flow is not None and source is not None and source.has_assignment
+        return {
+            "engine": None if flow is not None and flow.engine_is_ready else "no inference has passed since its start",
+            "kafka": None if has_assignment else "no assignment received from the group yet",
+            "elasticsearch": self._elasticsearch_health(),
+        }
+
+    def is_alive(self) -> bool:
+        """Whether the pipeline's thread turns; starting, also of a new engine, counts as alive."""
+        flow = self._flow
+        return flow is None or not flow.engine_is_ready or time.monotonic() - flow.last_turn < STUCK_SECONDS
+
+    def _load_tokenizer(self) -> tuple[PromptTokenizer, str]:
+        model = self._settings.model
+        if self._tokenizer is not None:
+            return self._tokenizer, model.name or "test"
+        path = Path(model.path)
+        if not path.exists():
+            raise SettingsError(
+                f"model.path = {model.path!r} does not exist; give a Hugging Face folder or a GGUF file"
+            )
+        return Tokenizer.from_path(path), model.name or (path.stem if path.is_file() else path.resolve().name)
+
+    def _start_http(self, parts: ExitStack) -> None:
+        settings = self._settings.worker
+        metrics = WorkerMetrics(self._read)
+        server = StatusServer(
+            settings.http_host,
+            settings.http_port,
+            is_alive=self.is_alive,
+            readiness=self.readiness,
+            metrics=metrics.text,
+        )
+        server.start()
+        parts.callback(server.close)
+        self._http_port = server.port
+        logger.info("http started", host=settings.http_host, port=server.port)
+
+    def _start_sink(self, parts: ExitStack, task_indices: Sequence[str | None]) -> ElasticsearchSink:
+        settings = self._settings.elasticsearch
+        client = connect(settings)
+        parts.callback(client.close)
+        sink = ElasticsearchSink(
+            settings,
+            on_acknowledged=lambda positions, verdict: self._running_flow().acknowledged(positions, verdict),
+            on_rejected=lambda rows: self._running_flow().rejected(rows),
+            indices=[index for index in task_indices if index is not None],
+            client=client,
+        )
+        sink.start()
+        parts.callback(sink.close)
+        self._client, self._sink = client, sink
+        return sink
+
+    def _start_engine(self, parts: ExitStack) -> tuple[EngineClient, EngineInfo]:
+        """A started engine that has answered one request: a model that loads may still not compute."""
+        settings = self._settings
+        client = EngineClient(settings.model, settings.engine, self._engine_command)
+        parts.callback(client.close)
+        info = client.start(settings.worker.engine_start_timeout_seconds, self._on_engine_progress)
+        client.submit([InferenceRequest(0, (0,), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)])
+        deadline = time.monotonic() + PROOF_TIMEOUT_SECONDS
+        while not (outputs := client.poll(1.0)):
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine gave no answer to its first request within {PROOF_TIMEOUT_SECONDS:g} s")
+        if (failure := outputs[0].failure) is not None:
+            raise EngineError(f"the engine cannot answer: {failure.code.value}: {failure.message}")
+        return client, info
+
+    def _running_flow(self) -> Flow:
+        assert self._flow is not None, "no row is put before the flow runs"
+        return self._flow
+
+    def _tell_turn(self, flow: Flow) -> None:
+        if self._on_turn is not None:
+            self._on_turn(flow)
+
+    def _read(self) -> Readings:
+        flow, source, sink = self._flow, self._source, self._sink
+        if flow is None or source is None or sink is None:
+            return Readings(self.readiness())
+        return Readings(
+            self.readiness(),
+            flow.totals,
+            flow.held(),
+            flow.waiting_tokens,
+            flow.engine_stats,
+            sink.stats(),
+            source.num_in_flight,
+        )
+
+    def _elasticsearch_health(self) -> str | None:
+        client = self._client
+        if client is None:
+            return "not connected yet"
+        with self._health_lock:
+            if time.monotonic() - self._health_checked >= HEALTH_SECONDS:
+                try:
+                    client.options(request_timeout=HEALTH_SECONDS).cluster.health()
+                    self._health = None
+                except ApiError as error:
+                    # It may refuse to tell its health to us and take our rows all the same.
+                    self._health = None if error.meta.status == 403 else f"it answers {error.meta.status}"
+                except TransportError as error:
+                    self._health = f"not reachable: {type(error).__name__}"
+                self._health_checked = time.monotonic()
+            return self._health
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT, where this is the process's main thread; elsewhere they are the caller's."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        num_received = 0
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            nonlocal num_received
+            num_received += 1
+            if num_received > 1:
+                os._exit(128 + number)  # the engine process goes when its socket closes
+            if self._flow is None:
+                raise StoppedAtOnce(number)
+            self._flow.request_drain(self._settings.worker.grace_seconds)
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
