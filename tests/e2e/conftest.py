@@ -1,0 +1,37 @@
+"""Workers and the model that they serve in end-to-end tests."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from tests.e2e.workers import WorkerProcess
+from tests.tiny_models import write_tiny_model
+
+
+class StartWorker(Protocol):
+    """Starts a worker process with these settings and arguments of `pagemill worker`."""
+
+    def __call__(self, name: str, settings: Mapping[str, Any], *arguments: str) -> WorkerProcess: ...
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
+    """What it started and still runs at the test's end is killed."""
+    started: list[WorkerProcess] = []
+
+    def start(name: str, settings: Mapping[str, Any], *arguments: str) -> WorkerProcess:
+        worker = WorkerProcess(tmp_path, name, settings, *arguments)
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        worker.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random model and its tokenizer."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
