@@ -28,6 +28,7 @@ class StepPlan:
 
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)  # blocks are gone; the runner forgets their rows
+    scrub: list[int] = field(default_factory=list)  # blocks to zero first: their NaN would reach whoever is next there
 
     @property
     def num_tokens(self) -> int:

@@ -177,3 +177,4 @@ class EngineStats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     step_seconds: dict[str, float] = field(default_factory=dict)  # schedule, prepare, forward, sample, update -> total
+    num_recomputed_tokens: int = 0  # computed, lost to preemption, and computed again

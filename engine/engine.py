@@ -1,0 +1,278 @@
+"""One model's engine: requests go in, steps are made, outputs come out. Knows when an answer ends. No torch."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.grammar import LabelSets, LabelState
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.step_plan import SampledTokens, StepPlan
+from schemas.errors import DocumentError, Failure, FailureCode, Stage
+from schemas.inference import (
+    EngineStats,
+    FinishReason,
+    InferenceOutput,
+    InferenceRequest,
+    RequestTiming,
+    TokenLogprobs,
+)
+
+
+class Runner(Protocol):
+    """Carries plans out."""
+
+    @property
+    def step_seconds(self) -> Mapping[str, float]:
+        """Totals of the parts of `execute`."""
+        ...
+
+    def execute(self, plan: StepPlan) -> SampledTokens:
+        """One entry per run that samples, in the plan's order."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """The request has ended: forget it. Also for one that was never executed."""
+        ...
+
+
+class Text(Protocol):
+    """The text of one growing answer; `engine.detokenizer.TextStream` is one."""
+
+    def append(self, token_id: int) -> str | None: ...
+    def finish(self) -> str: ...
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A request that has not ended, and what its output will say."""
+
+    request: Request
+    text: Text
+    eos_token_ids: frozenset[int]  # none where the request ignores them
+    stop_token_ids: frozenset[int]
+    labels: LabelState | None
+    added: float
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_scheduled: float | None = None
+    first_sampled: float | None = None
+
+
+class Engine:
+    """Add requests, then step while there are unfinished ones. Every request ends in exactly one output of a step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        text_factory: Callable[[tuple[str, ...]], Text],  # stop strings -> a new answer's text
+        label_sets: LabelSets,
+        eos_token_ids: Iterable[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._text_factory = text_factory
+        self._label_sets = label_sets
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._clock = clock
+        self._answers: dict[int, _Answer] = {}
+        self._ended: list[InferenceOutput] = []  # for the next step to give out
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_sampled_tokens = 0
+        self._num_computed_tokens = 0
+        self._step_seconds = {"schedule": 0.0, "execute": 0.0, "update": 0.0}
+
+    def add_request(self, inference: InferenceRequest) -> None:
+        """Take a request in. One that cannot run is an output with a failure, given by the next step."""
+        assert inference.request_id not in self._answers, f"request {inference.request_id} has not ended yet"
+        try:
+            self._scheduler.check(inference)
+        except DocumentError as error:
+            self._ended.append(_failed(inference, error.failure))
+            return
+        sampling = inference.sampling
+        if sampling.max_tokens == 0:
+            num_prompt_tokens = len(inference.token_ids)
+            self._ended.append(
+                InferenceOutput(inference.request_id, finish_reason="length", num_prompt_tokens=num_prompt_tokens)
+            )
+            return
+        self._answers[inference.request_id] = _Answer(
+            request=self._scheduler.add(inference),
+            text=self._text_factory(sampling.stop),
+            eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            labels=self._label_sets.state(inference.label_token_ids, ()) if inference.label_token_ids else None,
+            added=self._clock(),
+        )
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End requests now, with what they have; ids that are not known, or no longer, are passed over."""
+        for request_id in request_ids:
+            if (answer := self._answers.get(request_id)) is not None:
+                self._ended.append(self._end(answer, "abort"))
+
+    def has_unfinished(self) -> bool:
+        return bool(self._answers or self._ended)
+
+    def step(self) -> list[InferenceOutput]:
+        """One step; the outputs of the requests that ended since the last one.
+
+        Raises EngineError where nothing can ever move, and whatever the runner raises; in that case the step counts
+        as not made, and its requests would be computed again by the next.
+        """
+        ended, self._ended = self._ended, []
+        started = self._clock()
+        plan = self._scheduler.schedule()
+        if not (plan.scheduled or plan.preempted or plan.scrub):
+            return ended
+        scheduled = self._clock()
+        for run in plan.scheduled:
+            if run.request.num_sampled_tokens == 0:
+                answer = self._answers[run.request.request_id]
+                if answer.first_scheduled is None:
+                    answer.first_scheduled = scheduled
+        try:
+            sampled = self._runner.execute(plan)
+        except BaseException:
+            self._scheduler.abandon(plan)
+            self._ended = ended
+            raise
+        executed = self._clock()
+        at_length = self._scheduler.update(plan, sampled)
+        ended += self._take(plan, sampled, {request.request_id for request in at_length}, executed)
+        self._num_steps += 1
+        self._num_computed_tokens += plan.num_tokens
+        self._step_seconds["schedule"] += scheduled - started
+        self._step_seconds["execute"] += executed - scheduled
+        self._step_seconds["update"] += self._clock() - executed
+        return ended
+
+    def stats(self) -> EngineStats:
+        pool = self._scheduler.pool
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_sampled_tokens=self._num_sampled_tokens,
+            num_computed_tokens=self._num_computed_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            step_seconds={**self._step_seconds, **self._runner.step_seconds},
+            num_recomputed_tokens=self._scheduler.num_recomputed_tokens,
+        )
+
+    def _take(
+        self, plan: StepPlan, sampled: SampledTokens, at_length: set[int], now: float
+    ) -> Iterable[InferenceOutput]:
+        """Give each sampled token to its answer; the outputs of those that it ended."""
+        outputs = []
+        rows = zip(sampled.token_ids, sampled.logprobs, sampled.finite, strict=True)
+        for run in plan.scheduled:
+            if not run.samples:
+                continue
+            token_id, logprobs, finite = next(rows)
+            answer = self._answers[run.request.request_id]
+            if answer.first_sampled is None:
+                answer.first_sampled = now
+            if not finite:
+                outputs.append(self._end_not_finite(answer))
+                continue
+            if logprobs is not None:
+                answer.logprobs.append(logprobs)
+            is_stop, stop_reason = _take_token(answer, token_id)
+            if is_stop:
+                outputs.append(self._end(answer, "stop", stop_reason))
+            elif run.request.request_id in at_length:
+                outputs.append(self._end(answer, "length"))
+        return outputs
+
+    def _end(
+        self, answer: _Answer, finish_reason: FinishReason, stop_reason: str | int | None = None
+    ) -> InferenceOutput:
+        request = self._forget(answer)
+        labels = answer.labels
+        label_id = None
+        if labels is not None:
+            # An answer that was cut short may have spelled a label all the same.
+            label_id = labels.label_id if finish_reason == "stop" else labels.spelled_label_id
+        return InferenceOutput(
+            request.request_id,
+            token_ids=tuple(request.token_ids[request.num_prompt_tokens :]),
+            text=answer.text.finish(),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            label_id=label_id,
+            logprobs=tuple(answer.logprobs) if request.inference.sampling.logprobs is not None else None,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            timing=self._timing(answer),
+        )
+
+    def _end_not_finite(self, answer: _Answer) -> InferenceOutput:
+        request = self._forget(answer)
+        failure = Failure(
+            FailureCode.NUMERIC_ERROR,
+            Stage.ENGINE,
+            f"the model's output after {len(request.token_ids)} tokens is not finite (NaN or infinity)",
+        )
+        return _failed(request.inference, failure, request, self._timing(answer))
+
+    def _forget(self, answer: _Answer) -> Request:
+        request = answer.request
+        self._scheduler.finish(request)
+        self._runner.release(request)
+        del self._answers[request.request_id]
+        self._num_prompt_tokens += request.num_prompt_tokens
+        self._num_cached_tokens += request.num_cached_tokens
+        self._num_sampled_tokens += request.num_sampled_tokens
+        return request
+
+    def _timing(self, answer: _Answer) -> RequestTiming:
+        now = self._clock()
+        first_scheduled = answer.first_scheduled if answer.first_scheduled is not None else now
+        first_sampled = answer.first_sampled if answer.first_sampled is not None else now
+        return RequestTiming(
+            queue_ms=(first_scheduled - answer.added) * 1000,
+            prefill_ms=(first_sampled - first_scheduled) * 1000,
+            decode_ms=(now - first_sampled) * 1000,
+        )
+
+
+def _take_token(answer: _Answer, token_id: int) -> tuple[bool, str | int | None]:
+    """Whether this token stops the answer, and the reason to name: the stop string or stop token; EOS has none."""
+    if answer.labels is not None:
+        answer.labels.append(token_id)
+    if token_id in answer.stop_token_ids:
+        return True, token_id
+    if token_id in answer.eos_token_ids:
+        return True, None
+    stop = answer.text.append(token_id)
+    if stop is not None:
+        return True, stop
+    return answer.labels is not None and answer.labels.label_id is not None, None
+
+
+def _failed(
+    inference: InferenceRequest,
+    failure: Failure,
+    request: Request | None = None,
+    timing: RequestTiming | None = None,
+) -> InferenceOutput:
+    return InferenceOutput(
+        inference.request_id,
+        num_prompt_tokens=len(inference.token_ids),
+        num_cached_tokens=request.num_cached_tokens if request is not None else 0,
+        num_preemptions=request.num_preemptions if request is not None else 0,
+        timing=timing if timing is not None else RequestTiming(),
+        failure=failure,
+    )

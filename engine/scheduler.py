@@ -1,0 +1,353 @@
+"""Decides what each step computes: which requests, how many of their tokens, in which blocks. No torch.
+
+There is no prefill phase and no decode phase. A request has tokens known and tokens computed; a step closes the gap,
+within a budget of tokens. Blocks for all known tokens are taken at admission, one more whenever decoding crosses into
+it, and all are given back in one place.
+"""
+
+from bisect import insort
+from collections import deque
+
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.request import Request, RequestState
+from engine.step_plan import SampledTokens, ScheduledTokens, StepPlan
+from schemas.errors import DocumentError, EngineError, FailureCode, Stage
+from schemas.inference import InferenceRequest
+
+MAX_EMPTY_PLANS = 8  # in a row with work to do; then nothing will ever move
+# Outputs are expected to be as long, against their max_tokens, as those so far; at first as long as allowed. So many
+# tokens' worth of that first belief is mixed in.
+BELIEF_TOKENS = 4096
+
+
+class Scheduler:
+    """One model's waiting and running requests.
+
+    waiting  by priority, then arrival; a preempted one is the first of its priority
+    running  by priority, then admission; the last is the first to be preempted
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_model_len: int,
+        max_tokens_per_step: int,
+        max_running: int,
+        identity: bytes = b"",
+        prefix_caching: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.num_waiting = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0  # computed, then lost to preemption
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_tokens_per_step = max_tokens_per_step
+        self._max_running = max_running
+        self._prefix_cache = PrefixCache(pool, block_size, identity) if prefix_caching else None
+        self._waiting: dict[int, deque[Request]] = {}  # priority -> requests; ended ones are skipped when met
+        self._running: list[Request] = []
+        self._admission: dict[int, int] = {}  # running request's id -> its place in the order of admission
+        self._num_admissions = 0
+        self._published: list[int] = []  # blocks published by the latest plan
+        self._scrub: list[int] = []  # blocks for the next plan to zero
+        self._returned: list[Request] = []  # of an abandoned plan, for the next one to call preempted
+        self._num_empty_plans = 0
+        self._num_allowed_tokens = BELIEF_TOKENS  # of ended requests
+        self._num_sampled_tokens = BELIEF_TOKENS
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_unfinished(self) -> bool:
+        return self.num_waiting > 0 or bool(self._running)
+
+    def check(self, inference: InferenceRequest) -> None:
+        """Raises DocumentError for a request that could never run.
+
+        The prompt must leave room for one token in the context; beyond that the output is cut off at the context's end.
+        At its longest the request must fit into the pool alone.
+        """
+        num_prompt_tokens = len(inference.token_ids)
+        if num_prompt_tokens == 0:
+            raise DocumentError(FailureCode.EMPTY_PROMPT, Stage.ENGINE, "the prompt has no tokens")
+        if num_prompt_tokens >= self._max_model_len:
+            raise DocumentError(
+                FailureCode.PROMPT_TOO_LONG,
+                Stage.ENGINE,
+                f"the prompt has {num_prompt_tokens} tokens; the context of {self._max_model_len} tokens "
+                f"takes at most {self._max_model_len - 1} and one of output",
+            )
+        # The last token of the output is never an input, so it needs no place.
+        num_places = max(num_prompt_tokens, self._max_length(inference) - 1)
+        if self._num_blocks(num_places) > self.pool.num_blocks:
+            raise DocumentError(
+                FailureCode.PROMPT_TOO_LONG,
+                Stage.ENGINE,
+                f"prompt and output need {num_places} tokens of KV cache; it has "
+                f"{self.pool.num_blocks * self._block_size} (engine.kv_cache_tokens)",
+            )
+
+    def add(self, inference: InferenceRequest) -> Request:
+        """Take in a request that `check` lets pass and that samples at least one token."""
+        assert inference.sampling.max_tokens > 0, "nothing to do: it ends where it is taken in"
+        request = Request(inference, list(inference.token_ids))
+        if self._prefix_cache is not None:
+            self._prefix_cache.open(request)
+        self._waiting.setdefault(inference.priority, deque()).append(request)
+        self.num_waiting += 1
+        return request
+
+    def schedule(self) -> StepPlan:
+        """The next step. Its runs count as computed from now on: carry it out, then `update`, or else `abandon`."""
+        plan = StepPlan(preempted=self._returned, scrub=self._scrub)
+        self._returned, self._scrub, self._published = [], [], []
+        self._make_way_for_priority(plan)
+        num_preempted = len(plan.preempted)
+        self._continue_running(plan, self._max_tokens_per_step)
+        if len(plan.preempted) == num_preempted:  # else blocks are short: what was just preempted would come back
+            self._admit_waiting(plan, self._max_tokens_per_step - plan.num_tokens)
+        self._watch_progress(plan)
+        return plan
+
+    def update(self, plan: StepPlan, sampled: SampledTokens) -> list[Request]:
+        """Append what the step sampled; returns requests that ended by it.
+
+        These have reached their longest length, or their row was not finite: then the token is not appended, and what
+        they computed is withdrawn from the cache. Their blocks are released. Whether a token stops its request is the
+        engine's to say: `finish`.
+        """
+        ended = []
+        rows = iter(zip(sampled.token_ids, sampled.finite, strict=True))
+        for run in plan.scheduled:
+            if not run.samples:
+                continue
+            token_id, finite = next(rows)
+            request = run.request
+            if request.state is RequestState.FINISHED:
+                continue
+            if not finite:
+                self._fail(request)
+                ended.append(request)
+                continue
+            request.token_ids.append(token_id)
+            if len(request.token_ids) >= self._max_length(request.inference):
+                self.finish(request)
+                ended.append(request)
+            elif (len(request.token_ids) - 1) % self._block_size == 0 and request.state is RequestState.RUNNING:
+                self._publish(request)  # the block before the new token has just been filled
+        assert next(rows, None) is None, "more sampled tokens than runs that sample"
+        self._published = []
+        return ended
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step failed: nothing it was to compute exists. Its requests wait again, and may be scheduled anew."""
+        for block_id in self._published:
+            self.pool.withdraw(block_id)
+        self._published = []
+        self._scrub, self._returned = plan.scrub + self._scrub, list(plan.preempted)
+        for run in reversed(plan.scheduled):  # each goes to the head of its class: the first comes to stand first
+            if run.request.state is RequestState.RUNNING:
+                self._to_waiting(run.request)
+                self._returned.append(run.request)
+
+    def finish(self, request: Request) -> None:
+        """End a request, at any moment and in any state; its blocks are released. Idempotent."""
+        if request.state is RequestState.FINISHED:
+            return
+        if request.state is RequestState.WAITING:
+            self.num_waiting -= 1  # stays in its queue, and is skipped there
+        else:
+            self._num_allowed_tokens += self._max_length(request.inference) - request.num_prompt_tokens
+            self._num_sampled_tokens += request.num_sampled_tokens
+            self._publish(request)
+            self._leave_running(request)
+        request.state = RequestState.FINISHED
+        if self._prefix_cache is not None:
+            self._prefix_cache.close(request)
+
+    # ---- the steps of schedule()
+
+    def _make_way_for_priority(self, plan: StepPlan) -> None:
+        """Preempt the last of the running where it alone keeps a request of higher priority waiting."""
+        head = self._head()
+        while head is not None and self._running and self._running[-1].inference.priority < head.inference.priority:
+            has_slot = len(self._running) < self._max_running
+            if has_slot and self._fits(head, self._match(head), self._expected_growth()):
+                return
+            self._preempt(self._running[-1], plan)
+
+    def _continue_running(self, plan: StepPlan, budget: int) -> None:
+        """Decodes first: they are short and end requests. Then prefills that are under way."""
+        prefilling = []
+        for request in tuple(self._running):
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted for one before it
+            if len(request.token_ids) - request.num_computed_tokens > 1:
+                prefilling.append(request)
+            elif budget > 0 and self._grow(request, plan):
+                self._run(request, 1, plan)
+                budget -= 1
+        for request in prefilling:
+            if budget <= 0:
+                return
+            if request.state is RequestState.RUNNING:
+                count = min(budget, len(request.token_ids) - request.num_computed_tokens)
+                self._run(request, count, plan)
+                budget -= count
+
+    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+        """In order; one that does not fit holds back those behind it, so that it is not passed by for ever."""
+        growth: int | None = None
+        while budget > 0 and len(self._running) < self._max_running and (request := self._head()) is not None:
+            growth = self._expected_growth() if growth is None else growth
+            cached = self._match(request)
+            if not self._fits(request, cached, growth):
+                return
+            self._admit(request, cached)
+            growth += self._expected_blocks(request) - len(request.block_ids)
+            count = min(budget, len(request.token_ids) - request.num_computed_tokens)
+            self._run(request, count, plan)
+            budget -= count
+
+    def _watch_progress(self, plan: StepPlan) -> None:
+        if plan.scheduled or not self.has_unfinished():
+            self._num_empty_plans = 0
+            return
+        self._num_empty_plans += 1
+        if self._num_empty_plans >= MAX_EMPTY_PLANS:
+            blocked = self._running[0] if self._running else self._head()
+            assert blocked is not None
+            raise EngineError(
+                f"no progress in {MAX_EMPTY_PLANS} steps: request {blocked.request_id} has "
+                f"{len(blocked.token_ids)} tokens and needs {self._num_blocks(len(blocked.token_ids))} blocks; of "
+                f"{self.pool.num_blocks} blocks {self.pool.num_available} are available, {len(self._running)} requests "
+                f"are running, {self.num_waiting} waiting"
+            )
+
+    # ---- what they are made of
+
+    def _head(self) -> Request | None:
+        """The request that is admitted next."""
+        for priority in sorted(self._waiting, reverse=True):
+            requests = self._waiting[priority]
+            while requests:
+                if requests[0].state is RequestState.WAITING:
+                    return requests[0]
+                requests.popleft()
+            del self._waiting[priority]
+        return None
+
+    def _match(self, request: Request) -> list[int]:
+        return self._prefix_cache.match(request) if self._prefix_cache is not None else []
+
+    def _fits(self, request: Request, cached: list[int], growth: int) -> bool:
+        """Room for all its known tokens; where others run, for its expected output and for their growth as well."""
+        num_available = self.pool.num_available - self.pool.num_idle(cached)
+        if not self._running:
+            return self._num_blocks(len(request.token_ids)) - len(cached) <= num_available
+        return self._expected_blocks(request) - len(cached) + growth <= num_available
+
+    def _expected_growth(self) -> int:
+        """Blocks that the running requests are expected to take yet."""
+        return sum(max(0, self._expected_blocks(request) - len(request.block_ids)) for request in self._running)
+
+    def _expected_blocks(self, request: Request) -> int:
+        """At the request's end; at least those of its known tokens."""
+        allowed = self._max_length(request.inference) - request.num_prompt_tokens
+        expected = -(-allowed * self._num_sampled_tokens // self._num_allowed_tokens)
+        expected = min(allowed, max(expected, request.num_sampled_tokens + self._block_size))
+        return self._num_blocks(request.num_prompt_tokens + expected - 1)
+
+    def _admit(self, request: Request, cached: list[int]) -> None:
+        self._waiting[request.inference.priority].popleft()
+        self.num_waiting -= 1
+        self.pool.share(cached)
+        new = self.pool.allocate(self._num_blocks(len(request.token_ids)) - len(cached))
+        assert new is not None, "it fitted"
+        request.state = RequestState.RUNNING
+        request.block_ids = cached
+        request.num_computed_tokens = len(cached) * self._block_size
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        if self._prefix_cache is not None:
+            self._prefix_cache.runs(request)
+        request.block_ids += new
+        self._num_admissions += 1
+        self._admission[request.request_id] = self._num_admissions
+        insort(self._running, request, key=self._order)
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        return -request.inference.priority, self._admission[request.request_id]
+
+    def _run(self, request: Request, count: int, plan: StepPlan) -> None:
+        start = request.num_computed_tokens
+        samples = start + count == len(request.token_ids)
+        plan.scheduled.append(ScheduledTokens(request, start, count, samples))
+        request.num_computed_tokens += count
+        if start < request.num_prompt_tokens or count > 1:
+            # Prompt tokens are known, so whoever comes after in this plan may already share them. A decode's block is
+            # published by `update`.
+            self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        if self._prefix_cache is not None:
+            self._published += self._prefix_cache.publish(request)
+
+    def _grow(self, request: Request, plan: StepPlan) -> bool:
+        """A block for the next token, taken from the last of the running if need be; False: it was the last itself."""
+        while len(request.block_ids) * self._block_size <= request.num_computed_tokens:
+            new = self.pool.allocate(1)
+            if new is not None:
+                request.block_ids += new
+                continue
+            victim = self._running[-1]
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        self.num_preemptions += 1
+        self.num_recomputed_tokens += request.num_computed_tokens
+        request.num_preemptions += 1
+        plan.preempted.append(request)
+        self._to_waiting(request)
+
+    def _to_waiting(self, request: Request) -> None:
+        """A running request waits again as the first of its priority: it keeps its sampled tokens, not its blocks."""
+        self._leave_running(request)
+        request.state = RequestState.WAITING
+        request.num_computed_tokens = 0
+        self._waiting.setdefault(request.inference.priority, deque()).appendleft(request)
+        self.num_waiting += 1
+        if self._prefix_cache is not None:
+            self._prefix_cache.waits(request)
+
+    def _leave_running(self, request: Request) -> list[int]:
+        """The one place where blocks are given back; returns those whose content nobody can find."""
+        self._running.remove(request)
+        del self._admission[request.request_id]
+        return self.pool.release(request.block_ids)
+
+    def _fail(self, request: Request) -> None:
+        """Its keys and values may not be finite: nobody is to find them, and what nobody else holds is zeroed."""
+        for block_id in request.block_ids:
+            self.pool.withdraw(block_id)
+        if request.state is RequestState.WAITING:
+            self.num_waiting -= 1
+        else:
+            self._scrub += self._leave_running(request)
+        request.state = RequestState.FINISHED
+        if self._prefix_cache is not None:
+            self._prefix_cache.close(request)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _max_length(self, inference: InferenceRequest) -> int:
+        """Tokens of prompt and output at most."""
+        return min(len(inference.token_ids) + inference.sampling.max_tokens, self._max_model_len)

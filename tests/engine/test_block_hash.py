@@ -1,0 +1,31 @@
+from array import array
+from hashlib import blake2b
+
+from engine.block_hash import hash_blocks, next_hash, root_hash
+
+
+def test_only_full_blocks_have_a_hash() -> None:
+    assert [len(hash_blocks(range(n), 4, b"m")) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+def test_a_hash_is_chained_over_parent_and_tokens() -> None:
+    first, second = hash_blocks([1, 2, 3, 4], 2, b"m")
+    root = blake2b(b"2:m", digest_size=16).digest()
+    assert first == blake2b(root + array("i", [1, 2]).tobytes(), digest_size=16).digest()
+    assert second == blake2b(first + array("i", [3, 4]).tobytes(), digest_size=16).digest()
+    assert second == next_hash(first, array("i", [3, 4]).tobytes())
+
+
+def test_hashes_agree_exactly_as_long_as_the_tokens_do() -> None:
+    ours, theirs = hash_blocks([1, 2, 3, 4, 5, 6], 2, b"m"), hash_blocks([1, 2, 3, 9, 5, 6], 2, b"m")
+    assert [a == b for a, b in zip(ours, theirs, strict=True)] == [True, False, False]
+
+
+def test_other_weights_another_adapter_or_another_block_size_have_other_hashes() -> None:
+    roots = {root_hash(16, b"m"), root_hash(16, b"m+adapter"), root_hash(32, b"m"), root_hash(1, b"6:m")}
+    assert len(roots) == 4
+    assert set(hash_blocks(range(32), 16, b"m")).isdisjoint(hash_blocks(range(32), 16, b"n"))
+
+
+def test_hashes_hold_128_bits() -> None:
+    assert {len(h) for h in hash_blocks(range(64), 16, b"m")} == {16}
