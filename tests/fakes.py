@@ -39,6 +39,10 @@ class LetterTokenizer:
     def token_bytes(self) -> tuple[bytes, ...] | None:
         return tuple(self.decode([token_id]).encode() for token_id in range(26))
 
+    @property
+    def drops_first_space(self) -> bool:
+        return False
+
 
 class FakeRunner:
     """A runner whose model is a checksum, with a KV cache that shows what attention would have read.
