@@ -1,0 +1,322 @@
+"""One member of the consumer group: reads, pauses and commits through kafka-python's consumer.
+
+Every method belongs to one thread. The rebalance listener runs on the client's own thread, but only while that one
+thread is inside `read` or `close`, so the tracker has one owner at any time.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from kafka import KafkaConsumer, TopicPartition
+from kafka.consumer.subscription_state import ConsumerRebalanceListener
+from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
+from kafka.coordinator.assignors.range import RangePartitionAssignor
+from kafka.errors import (
+    AuthorizationError,
+    FencedInstanceIdError,
+    KafkaError,
+    NoOffsetForPartitionError,
+    OffsetOutOfRangeError,
+    RebalanceInProgressError,
+    RetriableError,
+)
+from kafka.structs import MemberState, OffsetAndMetadata
+
+from consumers.connection import client_options
+from consumers.offsets import Commit, OffsetTracker, Partition
+from schemas.document import RawMessage, SourcePosition
+from schemas.errors import SourceError
+from schemas.settings import KafkaSettings
+
+logger = logging.getLogger(__name__)
+
+_FETCH_MAX_BYTES = 16 * 2**20  # buffered by the client beside what is in flight
+_METADATA_MAX_AGE_SECONDS = 5.0  # how soon a topic that was made again is noticed
+_LOOKUP_TIMEOUT_MS = 5_000
+_COMMIT_TIMEOUT_SECONDS = 60.0  # an outstanding commit older than that is given up, and the next one is sent
+
+
+class GroupMember:
+    """Joins the group and reads what it is assigned, each partition under a new epoch of the tracker."""
+
+    def __init__(self, settings: KafkaSettings, tracker: OffsetTracker, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._tracker = tracker
+        self._clock = clock
+        self._consumer: Any = None
+        self._holds = False
+        self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
+        self._topic_ids: dict[str, object] = {}
+        self._commit_sent_at: float | None = None  # None: none is outstanding
+        self._committed_at = clock()
+        self._failed = False
+
+    def connect(self) -> None:
+        """Joins at the first `read`. Raises SourceError where the client cannot be made."""
+        settings = self._settings
+        is_cooperative = settings.assignor == "cooperative-sticky"
+        try:
+            self._consumer = KafkaConsumer(
+                **client_options(settings),
+                group_id=settings.group,
+                group_instance_id=settings.group_instance_id,
+                partition_assignment_strategy=[CooperativeStickyAssignor if is_cooperative else RangePartitionAssignor],
+                enable_auto_commit=False,
+                auto_offset_reset="none",  # "latest" would skip what is there, "earliest" hide what retention took
+                isolation_level="read_committed",
+                allow_auto_create_topics=False,
+                session_timeout_ms=round(settings.session_timeout_seconds * 1000),
+                heartbeat_interval_ms=max(1, min(3000, round(settings.session_timeout_seconds * 1000 / 3))),
+                max_poll_interval_ms=round(settings.max_poll_interval_seconds * 1000),
+                metadata_max_age_ms=round(_METADATA_MAX_AGE_SECONDS * 1000),
+                fetch_max_bytes=_FETCH_MAX_BYTES,
+                receive_message_max_bytes=2**31 - 1,  # a broker may answer with more than was asked for
+            )
+        except KafkaError as error:
+            raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} does not answer: {error}") from error
+        self._consumer.subscribe(topics=list(settings.topics), listener=_Listener(self))
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether the group has settled with us in it."""
+        return bool(self._consumer.group_metadata().state == MemberState.STABLE)
+
+    def hold(self, holds: bool) -> None:
+        """Pauses everything, what a rebalance brings included, or resumes it. `read` must go on being called."""
+        if holds != self._holds:
+            self._holds = holds
+            change = self._consumer.pause if holds else self._consumer.resume
+            change(*self._consumer.assignment())
+
+    def read(self, max_records: int, timeout_seconds: float) -> list[RawMessage]:
+        """Records of any assigned partitions, stamped with their epochs. Raises SourceError for what cannot be mended.
+
+        After a SourceError this member must not read again: a second poll past a broken batch never returns.
+        """
+        assert not self._failed, "read after a failure"
+        try:
+            batches = self._consumer.poll(timeout_ms=round(timeout_seconds * 1000), max_records=max_records)
+        except NoOffsetForPartitionError as error:
+            self._begin_at_the_earliest(error.args[0])
+            return []
+        except RetriableError as error:
+            logger.warning("reading from Kafka will be tried again", extra={"reason": repr(error)})
+            time.sleep(timeout_seconds)
+            return []
+        except Exception as error:
+            self._failed = True
+            self._raise_unreadable(error)
+        self._track_assignment()
+        raws: list[RawMessage] = []
+        for (topic, partition), records in batches.items():
+            epoch = self._tracker.partitions[topic, partition].epoch
+            raws += [
+                RawMessage(
+                    SourcePosition(topic, partition, record.offset, epoch),
+                    record.timestamp,
+                    record.key,
+                    record.value,
+                    tuple((name, value or b"") for name, value in record.headers),
+                )
+                for record in records
+            ]
+        return raws
+
+    def commit_if_due(self) -> None:
+        """Sends what is complete once a `commit_interval_seconds`; what is refused is sent again with the next."""
+        now = self._clock()
+        if now - self._committed_at < self._settings.commit_interval_seconds:
+            return
+        if self._commit_sent_at is not None and now - self._commit_sent_at < _COMMIT_TIMEOUT_SECONDS:
+            return
+        self._committed_at = now
+        self._pass_transaction_ends()
+        self._commit_async(self._tracker.commits())
+
+    def is_at_end(self) -> bool:
+        """Whether every assigned partition is read to its end, which is looked up now."""
+        assigned = list(self._consumer.assignment())
+        try:
+            ends = self._consumer.end_offsets(assigned, timeout_ms=_LOOKUP_TIMEOUT_MS) if assigned else {}
+            return all(self._position(partition) >= end for partition, end in ends.items())
+        except NoOffsetForPartitionError as error:
+            self._begin_at_the_earliest(error.args[0])
+        except RetriableError:
+            pass
+        return False
+
+    def check_topic_ids(self) -> None:
+        """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""
+        for topic in self._settings.topics:
+            topic_id = self._consumer._cluster.topic_id(topic)
+            known = self._topic_ids.setdefault(topic, topic_id) if topic_id is not None else None
+            if known is not None and known != topic_id:
+                self._failed = True
+                raise SourceError(
+                    f"the topic {topic} was deleted and made again while we were reading it: the offsets that we "
+                    "hold belong to the old one. Start the worker again; it reads the new topic from its beginning."
+                )
+
+    def close(self, timeout_seconds: float) -> None:
+        """Commits what is complete, leaves the group, and forgets its partitions."""
+        timeout_ms = max(1, round(timeout_seconds * 1000))
+        commits = self._tracker.commits()
+        if commits:
+            try:
+                self._consumer.commit(_offsets(commits), timeout_ms=timeout_ms)
+                self._tracker.acknowledge(commits)
+            except KafkaError as error:
+                logger.warning("the last commit was refused; the next owner repeats it", extra={"reason": repr(error)})
+        try:
+            self._consumer.close(timeout_ms=timeout_ms)
+        except (KafkaError, RuntimeError) as error:
+            logger.warning("the consumer did not close cleanly", extra={"reason": repr(error)})
+        self.forget(list(self._tracker.partitions), "closed")
+
+    # --- the listener's part ---
+
+    def on_revoked(self, partitions: Iterable[Partition]) -> None:
+        """Commits what is complete and fences the rest."""
+        given_up = set(partitions)
+        self._commit_async(self._tracker.commits(given_up))
+        if self._settings.assignor == "cooperative-sticky":
+            self.forget(given_up, "revoked")
+        else:
+            # An eager rebalance revokes everything and gives most of it back with its read position kept, so
+            # what is in flight must be kept too: `on_assigned` forgets what does not come back.
+            self._revoking |= given_up
+
+    def on_assigned(self, partitions: Iterable[Partition]) -> None:
+        assigned = set(partitions)
+        self.forget(self._revoking - assigned, "revoked")
+        self._revoking = set()
+        if self._holds:
+            self._consumer.pause(*(TopicPartition(*partition) for partition in assigned))
+
+    def on_lost(self, partitions: Iterable[Partition]) -> None:
+        """The session is over: others may own these already, so nothing is committed."""
+        self.forget(set(partitions) | self._revoking, "lost")
+        self._revoking = set()
+
+    def forget(self, partitions: Iterable[Partition], cause: str) -> None:
+        for topic, partition in partitions:
+            num_in_flight = self._tracker.drop((topic, partition))
+            extra = {"topic": topic, "partition": partition, "in_flight": num_in_flight, "cause": cause}
+            logger.info("partition given up", extra=extra)
+
+    # --- ours ---
+
+    def _track_assignment(self) -> None:
+        """Epochs are stamped here, once the client has returned: a partition may go and come back within one poll."""
+        for topic, partition in self._consumer.assignment():
+            if (topic, partition) not in self._tracker.partitions:
+                epoch = self._tracker.assign((topic, partition))
+                logger.info("partition assigned", extra={"topic": topic, "partition": partition, "epoch": epoch})
+
+    def _begin_at_the_earliest(self, partitions: Iterable[TopicPartition]) -> None:
+        """The group has never committed these: a new group, or a new partition."""
+        self._track_assignment()
+        new = [partition for partition in partitions if partition in self._consumer.assignment()]
+        if new:
+            logger.info("no committed offset: reading from the earliest", extra={"partitions": sorted(map(str, new))})
+            self._consumer.seek_to_beginning(*new)
+
+    def _pass_transaction_ends(self) -> None:
+        """A transaction's end takes an offset and is no record; with nothing in flight the read position is past it."""
+        for (topic, partition), tracker in self._tracker.partitions.items():
+            if tracker.num_in_flight == 0 and tracker.next_offset is not None:
+                try:
+                    tracker.advance(self._position(TopicPartition(topic, partition)))
+                except KafkaError:
+                    continue
+
+    def _position(self, partition: TopicPartition) -> int:
+        """Where reading goes on; -1 where that is not known yet."""
+        if partition not in self._consumer.assignment():
+            return -1
+        position = self._consumer.position(partition, timeout_ms=_LOOKUP_TIMEOUT_MS)
+        return -1 if position is None else int(position)
+
+    def _commit_async(self, commits: Mapping[Partition, Commit]) -> None:
+        if not commits:
+            return
+        self._commit_sent_at = self._clock()
+
+        def on_answer(_offsets: object, answer: object) -> None:
+            self._commit_sent_at = None
+            if not isinstance(answer, BaseException):
+                self._tracker.acknowledge(commits)
+                return
+            level = logging.DEBUG if isinstance(answer, RebalanceInProgressError) else logging.WARNING
+            logger.log(level, "a commit was refused and will be sent again", extra={"reason": repr(answer)})
+
+        self._consumer.commit_async(_offsets(commits), callback=on_answer)
+
+    def _raise_unreadable(self, error: Exception) -> NoReturn:
+        settings = self._settings
+        if isinstance(error, OffsetOutOfRangeError):
+            raise SourceError(self._lost_range(error)) from error
+        if isinstance(error, FencedInstanceIdError):
+            raise SourceError(
+                f"another worker has taken over the group_instance_id {settings.group_instance_id!r} in the group "
+                f"{settings.group!r}: give every worker its own"
+            ) from error
+        if isinstance(error, AuthorizationError):
+            raise SourceError(
+                f"the Kafka user {settings.sasl_username!r} may not read {', '.join(settings.topics)} as group "
+                f"{settings.group!r}: {error}"
+            ) from error
+        where = ", ".join(f"{p.topic}/{p.partition} from offset {self._cached_position(p)}" for p in self._assigned())
+        raise SourceError(
+            f"records from Kafka cannot be read: {type(error).__name__}: {error}. It is in one of: "
+            f"{where or 'no partition is assigned'}. A missing compression codec must be installed; a corrupt batch "
+            f"must be skipped by setting the group {settings.group!r} past it (kafka-consumer-groups --reset-offsets)."
+        ) from error
+
+    def _lost_range(self, error: OffsetOutOfRangeError) -> str:
+        wanted: dict[TopicPartition, int] = error.args[0] if error.args and isinstance(error.args[0], dict) else {}
+        try:
+            starts = self._consumer.beginning_offsets(list(wanted), timeout_ms=_LOOKUP_TIMEOUT_MS)
+            ends = self._consumer.end_offsets(list(wanted), timeout_ms=_LOOKUP_TIMEOUT_MS)
+        except KafkaError:
+            starts, ends = {}, {}
+        told = []
+        for partition, offset in wanted.items():
+            name, start, end = f"{partition.topic}/{partition.partition}", starts.get(partition), ends.get(partition)
+            if start is not None and offset < start:
+                told.append(f"{name}: offsets {offset} to {start - 1} were deleted before they were read")
+            else:
+                told.append(f"{name}: the group is at {offset}, the partition ends at {end}; was it made again?")
+        return (
+            f"the group {self._settings.group!r} cannot go on where it stopped. {'; '.join(told)}. To go on without "
+            "them: kafka-consumer-groups --reset-offsets --to-earliest, with no worker running."
+        )
+
+    def _assigned(self) -> list[TopicPartition]:
+        return sorted(self._consumer.assignment())
+
+    def _cached_position(self, partition: TopicPartition) -> object:
+        position = self._consumer._subscription.position(partition)
+        return "unknown" if position is None else position.offset
+
+
+class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # kafka-python has no types
+    """Tells the member; an exception here would leave the client between two assignments."""
+
+    def __init__(self, member: GroupMember) -> None:
+        self._member = member
+
+    def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        self._member.on_revoked((p.topic, p.partition) for p in revoked)
+
+    def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        self._member.on_assigned((p.topic, p.partition) for p in assigned)
+
+    def on_partitions_lost(self, lost: Iterable[TopicPartition]) -> None:
+        self._member.on_lost((p.topic, p.partition) for p in lost)
+
+
+def _offsets(commits: Mapping[Partition, Commit]) -> dict[TopicPartition, OffsetAndMetadata]:
+    return {TopicPartition(*partition): OffsetAndMetadata(commit.offset, "") for partition, commit in commits.items()}

@@ -1,0 +1,211 @@
+"""Documents from Kafka: a thread that reads, decodes and commits, an inbox, and completions on their way back.
+
+Knows nothing of what a document is for. The pipeline's threads only touch the two hand-overs (the inbox, and the
+lists of completed positions); everything else belongs to the Kafka thread.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from consumers.dead_letter import DeadLetter, DeadLetterWriter
+from consumers.decode import decode_document, replay_attempt
+from consumers.group_member import GroupMember
+from consumers.offsets import OffsetTracker
+from consumers.topics import ensure_topics
+from schemas.document import Document, RejectedDocument, SourcePosition
+from schemas.errors import Failure, SourceError
+from schemas.settings import KafkaSettings
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDS_PER_READ = 1000
+_READ_SECONDS = 0.1  # how long a read waits for records; completions wait for it
+_HELD_READ_SECONDS = 0.05  # while paused: a read then is only a sign of life
+_RESUME_BELOW = 0.75  # of the high marks
+_TOPIC_CHECK_SECONDS = 2.0
+_END_LOOKUP_SECONDS = 0.25
+_CLOSE_SECONDS = 10.0
+
+
+class KafkaSource:
+    """A Source (consumers/source.py) over one membership of a consumer group."""
+
+    def __init__(self, settings: KafkaSettings, worker: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._tracker = OffsetTracker()
+        self._member = GroupMember(settings, self._tracker, clock)
+        self._dead_letters = DeadLetterWriter(settings, worker or settings.client_id, self._tracker.is_current)
+        self._thread = threading.Thread(target=self._run, name="pagemill-kafka", daemon=True)
+        self._closing = threading.Event()
+        self._close_lock = threading.Lock()
+
+        self._arrived = threading.Condition()  # guards the inbox, the failure, and whether we are draining
+        self._inbox: deque[Document | RejectedDocument] = deque()
+        self._failure: SourceError | None = None
+        self._draining = False
+        self._completions: deque[Sequence[SourcePosition]] = deque()  # appended by any thread, taken by ours
+
+        self._has_assignment = False
+        self._holds = False
+        self._mean_bytes = 1024.0  # of the messages of late
+        self._is_at_end = False
+        self._end_wanted = False
+        self._end_looked_up_at = self._topics_checked_at = clock()
+
+    # --- the face: any thread ---
+
+    def start(self) -> None:
+        """Connects, checks the topics (the dead-letter topic is made where it is missing), joins the group."""
+        ensure_topics(self._settings)
+        self._member.connect()
+        self._dead_letters.start()
+        self._thread.start()
+
+    def poll(self, max_documents: int, timeout_seconds: float) -> list[Document | RejectedDocument]:
+        with self._arrived:
+            if not self._inbox and self._failure is None:
+                self._arrived.wait_for(lambda: self._inbox or self._failure is not None, timeout_seconds)
+            if self._failure is not None:
+                raise SourceError(str(self._failure)) from self._failure
+            if self._draining:
+                return []
+            taken = [self._inbox.popleft() for _ in range(min(max_documents, len(self._inbox)))]
+        return [document for document in taken if self._tracker.is_current(document.position)]
+
+    def dead_letter(self, position: SourcePosition, job: str, failure: Failure, then: Callable[[], None]) -> None:
+        raw = self._tracker.raw(position)
+        if raw is not None:
+            self._dead_letters.put(DeadLetter(raw, job, replay_attempt(raw), failure, then))
+
+    def complete(self, positions: Sequence[SourcePosition]) -> None:
+        self._completions.append(positions)
+
+    def is_current(self, position: SourcePosition) -> bool:
+        return self._tracker.is_current(position)
+
+    @property
+    def has_assignment(self) -> bool:
+        return self._has_assignment
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._tracker.num_in_flight
+
+    @property
+    def num_bytes_in_flight(self) -> int:
+        return self._tracker.num_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a high mark has stopped reading."""
+        return self._holds
+
+    def is_drained(self) -> bool:
+        self._end_wanted = True
+        return self._is_at_end and self._tracker.num_in_flight == 0
+
+    def drain(self) -> None:
+        with self._arrived:
+            self._draining = True
+
+    def close(self) -> None:
+        with self._close_lock:
+            self._dead_letters.close(_CLOSE_SECONDS)
+            self._closing.set()
+            if self._thread.ident is not None:
+                self._thread.join(3 * _CLOSE_SECONDS)
+
+    # --- the Kafka thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._apply_completions()
+                if self._failure is not None:
+                    self._closing.wait(_HELD_READ_SECONDS)  # what is in flight may still complete, and be committed
+                    continue
+                try:
+                    self._step()
+                except SourceError as error:
+                    self._fail(error)
+                except Exception as error:
+                    logger.exception("the Kafka thread failed")
+                    self._fail(SourceError(f"reading from Kafka failed unexpectedly: {error!r}"))
+            self._apply_completions()
+        finally:
+            self._member.close(_CLOSE_SECONDS)
+            self._has_assignment = False
+
+    def _step(self) -> None:
+        self._hold_or_resume()
+        if self._holds:
+            raws = self._member.read(1, _HELD_READ_SECONDS)
+        else:
+            raws = self._member.read(self._room(), _READ_SECONDS)
+        if raws:
+            self._is_at_end = False
+            self._tracker.start(raws)
+            self._mean_bytes += (sum(raw.num_bytes for raw in raws) / len(raws) - self._mean_bytes) * 0.2
+            limit = self._settings.max_document_bytes
+            self._hand_over([decode_document(raw, limit) for raw in raws])
+        self._member.commit_if_due()
+        self._has_assignment = self._member.is_stable
+        self._look_around()
+        self._hand_back_if_draining()
+
+    def _room(self) -> int:
+        """How many records fit under both high marks, at their size of late; at least one."""
+        settings, tracker = self._settings, self._tracker
+        by_count = settings.max_in_flight_documents - tracker.num_in_flight
+        by_size = int((settings.max_in_flight_bytes - tracker.num_bytes) / max(1.0, self._mean_bytes))
+        return max(1, min(MAX_RECORDS_PER_READ, by_count, by_size))
+
+    def _hold_or_resume(self) -> None:
+        settings, tracker = self._settings, self._tracker
+        fill = max(
+            tracker.num_in_flight / settings.max_in_flight_documents,
+            tracker.num_bytes / settings.max_in_flight_bytes,
+        )
+        if self._draining or fill >= 1.0:
+            self._holds = True
+        elif fill <= _RESUME_BELOW:
+            self._holds = False
+        self._member.hold(self._holds)
+
+    def _hand_over(self, documents: list[Document | RejectedDocument]) -> None:
+        with self._arrived:
+            self._inbox.extend(documents)
+            self._arrived.notify()
+
+    def _hand_back_if_draining(self) -> None:
+        with self._arrived:
+            if not self._draining or not self._inbox:
+                return
+            untouched = [document.position for document in self._inbox]
+            self._inbox.clear()
+        self._tracker.hand_back(untouched)
+
+    def _apply_completions(self) -> None:
+        while self._completions:
+            self._tracker.complete(self._completions.popleft())
+
+    def _look_around(self) -> None:
+        """What is asked of the broker beside reading: whether topics are still the same, and where they end."""
+        now = self._clock()
+        if now - self._topics_checked_at >= _TOPIC_CHECK_SECONDS:
+            self._topics_checked_at = now
+            self._member.check_topic_ids()
+        idle = self._end_wanted and self._has_assignment and self._tracker.num_in_flight == 0
+        if idle and not self._is_at_end and now - self._end_looked_up_at >= _END_LOOKUP_SECONDS:
+            self._end_looked_up_at = now
+            self._is_at_end = self._member.is_at_end()
+
+    def _fail(self, error: SourceError) -> None:
+        logger.error("the source stops reading", extra={"reason": str(error)})
+        with self._arrived:
+            self._failure = error
+            self._arrived.notify_all()
