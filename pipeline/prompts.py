@@ -47,15 +47,7 @@ class CompiledTask:
         self.template: jinja2.Template | None = None
         self.known_fields: frozenset[str] = frozenset()  # what the template may read of a document
         if task.template is not None:
-            try:
-                self.known_fields = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(task.template)))
-                self.template = environment.from_string(task.template)
-            except jinja2.TemplateSyntaxError as error:
-                raise SettingsError(
-                    f"tasks.{name}.template, line {error.lineno}: {error.message}; the template is Jinja"
-                ) from None
-            except jinja2.TemplateError as error:
-                raise SettingsError(f"tasks.{name}.template: {error.message}; the template is Jinja") from None
+            self.known_fields, self.template = _compile_template(name, task.template, environment)
         if not task.chat and task.system is not None:
             raise SettingsError(
                 f"tasks.{name}.system needs chat = true; with chat = false, write it into the template itself"
@@ -85,12 +77,33 @@ class CompiledTask:
         return dataclasses.replace(sampling, max_tokens=longest)
 
 
+def check_templates(tasks: Mapping[str, Task]) -> None:
+    """Compiles every template and forgets it. Raises SettingsError, the task and the line named. Needs no model."""
+    environment = _TemplateEnvironment()
+    for name, task in tasks.items():
+        if task.template is not None:
+            _compile_template(name, task.template, environment)
+
+
 def compile_tasks(tasks: Mapping[str, Task], tokenizer: PromptTokenizer) -> dict[str, CompiledTask]:
     """Every task of the settings, and `default` where they have none. Raises SettingsError, the task named."""
     environment = _TemplateEnvironment()
     named = dict(tasks)
     named.setdefault(DEFAULT_TASK, Task())
     return {name: CompiledTask(name, task, environment, tokenizer) for name, task in named.items()}
+
+
+def _compile_template(
+    name: str, template: str, environment: SandboxedEnvironment
+) -> tuple[frozenset[str], jinja2.Template]:
+    """The names that the template may read, and itself, compiled."""
+    try:
+        names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+        return names, environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise SettingsError(f"tasks.{name}.template, line {error.lineno}: {error.message}") from None
+    except jinja2.TemplateError as error:
+        raise SettingsError(f"tasks.{name}.template: {error.message}") from None
 
 
 @dataclass(slots=True)

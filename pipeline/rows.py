@@ -68,8 +68,8 @@ class RowBuilder:
             kind=prepared.task.task.kind,
             attempts=document.attempt + work.tries,
             answered_at=answered_at,
-            wait_ms=1000 * (work.submitted - work.arrived),
-            total_ms=1000 * (now - work.arrived),
+            wait_ms=round(1000 * (work.submitted - work.arrived), 3),
+            total_ms=round(1000 * (now - work.arrived), 3),
             truncated=prepared.truncated,
             receipt=self._receipt(prepared) if self._receipts else None,
         )

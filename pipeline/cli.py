@@ -1,0 +1,193 @@
+"""The `pagemill` command. Reads settings and arguments, calls the parts, and turns our errors into one sentence."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from schemas.errors import PagemillError, SettingsError
+from schemas.settings import Settings, load_settings, masked_settings
+
+app = typer.Typer(
+    help="A Kafka topic of documents becomes an Elasticsearch index of model answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2  # also typer's own for wrong usage
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="PAGEMILL_CONFIG", help="Settings file; pagemill.toml here where absent."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="One setting, such as kafka.topics=a,b; stronger than file and environment."),
+]
+KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Kafka addresses, comma-separated: host:9092.")]
+ElasticsearchOption = Annotated[
+    str | None, typer.Option("--elasticsearch", help="Elasticsearch addresses, comma-separated: http://host:9200.")
+]
+
+
+class ResultFormat(StrEnum):
+    TABLE = "table"
+    JSONL = "jsonl"
+
+
+class InputFormatOption(StrEnum):
+    AUTO = "auto"
+    JSONL = "jsonl"
+    TEXT = "text"
+
+
+class SchemaOf(StrEnum):
+    MESSAGE = "message"
+    ROW = "row"
+
+
+@app.command()
+def worker(
+    until_drained: Annotated[bool, typer.Option("--until-drained", help="End when the backlog is done.")] = False,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    kafka: KafkaOption = None,
+    elasticsearch: ElasticsearchOption = None,
+) -> None:
+    """Answer the documents of the topics, until stopped or until the backlog is done."""
+    from pipeline.logs import configure_logs
+    from pipeline.worker import StoppedAtOnce, Worker
+
+    with _told():
+        settings = _load(config, set_, kafka, elasticsearch)
+        configure_logs(settings.worker.log_level, settings.worker.log_format)
+        try:
+            summary = Worker(settings).run(until_drained)
+        except StoppedAtOnce as stopped:
+            typer.echo(f"pagemill: {stopped}", err=True)
+            raise typer.Exit(128 + stopped.signal_number) from None
+    for line in summary.lines():
+        typer.echo(line)
+    if summary.imbalance:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def submit(
+    file: Annotated[str, typer.Argument(help="JSON lines or plain text lines; - for standard input.")],
+    task: Annotated[str, typer.Option("--task", help="A task of the worker's settings.")] = "default",
+    job: Annotated[str, typer.Option("--job", help="The job's name; results are found by it.")] = "default",
+    input_format: Annotated[InputFormatOption, typer.Option("--format")] = InputFormatOption.AUTO,
+    topic: Annotated[str | None, typer.Option("--topic", help="The first of kafka.topics where absent.")] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    kafka: KafkaOption = None,
+) -> None:
+    """Send a file's documents to Kafka, one a line, after checking every line as a worker would."""
+    from pipeline.submit import InputFormat, submit_file
+
+    with _told():
+        settings = _load(config, set_, kafka, None)
+        chosen: dict[InputFormatOption, InputFormat | None] = {
+            InputFormatOption.AUTO: None,
+            InputFormatOption.JSONL: "jsonl",
+            InputFormatOption.TEXT: "text",
+        }
+        num_sent = submit_file(settings, file, task, job, chosen[input_format], topic)
+    typer.echo(f"{num_sent} documents sent to {topic or settings.kafka.topics[0]} as job {job}")
+
+
+@app.command("check-config")
+def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Print the effective settings, secrets masked, or what is wrong with them."""
+    with _told():
+        settings = _load(config, set_, None, None)
+        from pipeline.prompts import check_templates
+
+        check_templates(settings.tasks)
+    for line in _toml_lines(masked_settings(settings)):
+        typer.echo(line)
+
+
+@app.command()
+def demo(
+    packages: Annotated[int | None, typer.Option(help="How many packages to ask about; all where absent.")] = None,
+    kafka_port: Annotated[int, typer.Option(help="Of the embedded Kafka; 0 for any free one.")] = 0,
+    elasticsearch_port: Annotated[int, typer.Option(help="Of the embedded Elasticsearch; 0 for any.")] = 0,
+) -> None:
+    """Show the whole way of a document on this machine, with an embedded server and a small real model."""
+    from pipeline.demo import run_demo
+
+    with _told():
+        run_demo(packages, kafka_port, elasticsearch_port)
+
+
+@app.command()
+def schema(of: Annotated[SchemaOf, typer.Argument(help="The message that comes in, or the row out.")]) -> None:
+    """Print the JSON Schema of the message format or of the result format."""
+    from pipeline.json_schema import message_schema, row_schema
+
+    shown = message_schema() if of is SchemaOf.MESSAGE else row_schema()
+    typer.echo(json.dumps(shown, indent=2))
+
+
+def _load(config: Path | None, set_: list[str] | None, kafka: str | None, elasticsearch: str | None) -> Settings:
+    overrides: dict[str, Any] = {}
+    for one in set_ or ():
+        key, equals, value = one.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"--set {one!r}: write it as key=value, such as kafka.topics=pagemill.documents")
+        overrides[key.strip()] = value
+    if kafka is not None:
+        overrides["kafka.bootstrap_servers"] = kafka
+    if elasticsearch is not None:
+        overrides["elasticsearch.urls"] = elasticsearch
+    return load_settings(config, overrides)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """An error of ours is a sentence on standard error and an exit code, without a traceback."""
+    try:
+        yield
+    except PagemillError as error:
+        typer.echo(f"pagemill: {error}", err=True)
+        raise typer.Exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away: nothing to say, and nobody to say it to
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _toml_lines(settings: dict[str, Any]) -> Iterator[str]:
+    """The settings as TOML; what is not set as a comment."""
+
+    def table(path: tuple[str, ...], values: dict[str, Any]) -> Iterator[str]:
+        if path:
+            yield f"[{'.'.join(part if part.replace('_', '').isalnum() else json.dumps(part) for part in path)}]"
+        inner = {}
+        for key, value in values.items():
+            if isinstance(value, dict) and key != "output_schema":
+                inner[key] = value
+            elif value is None:
+                yield f"# {key} is not set"
+            else:
+                yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in inner.items():
+            yield ""
+            yield from table((*path, key), value)
+
+    yield from table((), settings)
+
+
+if __name__ == "__main__":
+    app()
