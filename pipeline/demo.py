@@ -257,8 +257,9 @@ def _run_worker(
                 metrics = parse_metrics(_get(port, "/metrics") or "") or metrics
                 progress.update(answering, completed=_count_rows(elasticsearch))
             time.sleep(POLL_SECONDS)
-        progress.update(loading, completed=1)
-        progress.update(answering, completed=_count_rows(elasticsearch))
+        if worker.returncode == 0:  # it may have been ready and done between two looks
+            progress.update(loading, completed=1)
+            progress.update(answering, completed=_count_rows(elasticsearch))
     ended = time.monotonic()
     if worker.returncode != 0:
         raise DemoError(f"the worker ended with {worker.returncode}; its last lines:\n{_last_lines(log)}")
