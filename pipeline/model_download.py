@@ -67,6 +67,11 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     return Path.home() / ".cache" / "pagemill"
 
 
+def demo_model_path() -> Path:
+    """Where the demo's model is once it was fetched."""
+    return cache_folder() / DEMO_MODEL.file_name
+
+
 def fetch_model(
     parts: ModelParts = DEMO_MODEL,
     folder: Path | None = None,

@@ -65,7 +65,7 @@ def outcome(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         folder = tmp_path_factory.mktemp("bad")
         worker = WorkerProcess(folder, "worker", servers.settings(str(tiny_model)), "--until-drained")
         try:
-                exit_code = worker.wait()
+            exit_code = worker.wait()
             rows = {row["source"]["offset"]: row for row in servers.rows()}
             dead = {record.key.decode(): record for record in servers.dead_letters()}
         finally:
