@@ -95,8 +95,10 @@ def apply_rope(
     for x in (query, key):
         rotated = x[..., : 2 * half].float()
         first, second = rotated.chunk(2, dim=-1)
-        x[..., :half] = first * cos_of_token - second * sin_of_token
-        x[..., half : 2 * half] = second * cos_of_token + first * sin_of_token
+        # Both before either is written: in float32 `first` and `second` are views of x.
+        new_first = first * cos_of_token - second * sin_of_token
+        new_second = second * cos_of_token + first * sin_of_token
+        x[..., :half], x[..., half : 2 * half] = new_first, new_second
     return query, key
 
 
