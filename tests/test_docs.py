@@ -8,7 +8,9 @@ from typing import get_args
 
 import pytest
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from pipeline.cli import app
 from pipeline.index import RESULTS_MAPPING
 from schemas.document import DocumentMessage, SamplingOverrides
 from schemas.errors import FailureCode
@@ -93,3 +95,19 @@ def test_failure_codes_of_the_message_table_exist() -> None:
     table = (DOCS / "messages.md").read_text().split("\n## What becomes")[1].split("\n## ")[0]
     assert set(re.findall(r"`([A-Z_]{8,})`", table)) <= {code.value for code in FailureCode}
     assert get_args(Task.model_fields["overflow"].annotation) == ("fail", "truncate_middle")
+
+
+@pytest.mark.parametrize("of", ["message", "row"])
+def test_the_exported_schemas_are_what_the_command_prints(of: str) -> None:
+    result = CliRunner().invoke(app, ["schema", of])
+    assert result.exit_code == 0
+    written = (DOCS / "schema" / f"{of}.json").read_text()
+    assert written == result.output, f"run `pagemill schema {of} > docs/schema/{of}.json`"
+
+
+def test_the_readmes_commands_are_the_programs() -> None:
+    section = (ROOT / "README.md").read_text().split("\n## Commands")[1].split("\n## ")[0]
+    named = {name.split()[1] for name in names_in_first_column(section)}
+    assert named == {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }
