@@ -111,13 +111,13 @@ def build_gguf_tokenizer(metadata: GGUFMetadata) -> GGUFTokenizer:
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
 
     bos = roles.get("bos_token") if fields.get("tokenizer.ggml.add_bos_token", adds_bos) else None
-    backend.post_processor = prompt_start(backend, bos)
+    backend.post_processor = _prompt_start(backend, bos)
     return GGUFTokenizer(
         backend, roles, _eos_token_ids(fields, tokens, types), fields.get("tokenizer.chat_template") or None
     )
 
 
-def prompt_start(backend: Tokenizer, bos: str | None) -> Any:
+def _prompt_start(backend: Tokenizer, bos: str | None) -> Any:
     """The post-processor that puts the beginning-of-sequence token before a text, or nothing."""
     if bos is None:
         return processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.chat_template import ChatTemplate
-from engine.gguf_tokenizer import build_gguf_tokenizer, byte_alphabet, prompt_start
+from engine.gguf_tokenizer import build_gguf_tokenizer, byte_alphabet
 from engine.special_tokens import SpecialToken, SpecialTokenSplitter
 from engine.weights.gguf_metadata import is_gguf, read_gguf_metadata
 from schemas.errors import DocumentError, FailureCode, ModelError, Stage
@@ -213,9 +213,6 @@ def _from_folder(folder: Path) -> _Parts:
         raise ModelError(f"{file} cannot be read as a tokenizer: {error}") from error
     config = _json_file(folder / "tokenizer_config.json")
     roles = {role: spelling for role in _ROLES if (spelling := _spelling(config.get(role))) is not None}
-    if "add_bos_token" in config:  # where the configuration speaks of it, it overrides tokenizer.json
-        bos = roles.get("bos_token") if config["add_bos_token"] else None
-        backend.post_processor = prompt_start(backend, bos if bos and backend.token_to_id(bos) is not None else None)
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         model_config = _json_file(folder / name)

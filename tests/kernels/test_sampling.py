@@ -161,7 +161,7 @@ def test_draws_have_the_filtered_distribution(vocab: int, options: dict[str, flo
     drawn = torch.cat(
         [
             draw(row.expand(len(some), -1), filters(len(some), **options), some)  # type: ignore[arg-type]
-            for some in uniform.split(500)
+            for some in uniform.reshape(-1, 500)
         ]
     )
     counts = torch.bincount(drawn, minlength=vocab).double()
