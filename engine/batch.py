@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.attention_plan import SharedPrefixes
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -19,6 +21,10 @@ class ForwardBatch:
     block_tables: torch.Tensor  # (num_rows, max_blocks) int32; entries past a row's length are 0 and never used
     query_starts: torch.Tensor  # (num_rows + 1,) int32
     sequence_lengths: torch.Tensor  # (num_rows,) int32, the step's tokens included
-    logits_indices: torch.Tensor  # (num_sampling_rows,) int64 into tokens: the rows' last tokens that sample
+    logits_indices: (
+        torch.Tensor | None
+    )  # (num_sampling_rows,) into tokens: the rows' last tokens that sample; None: all
     max_query_length: int  # host integers: the kernels' launch sizes must not wait for the device
     max_sequence_length: int
+    num_decode_rows: int = 0  # the first rows, known to have one query each
+    shared: SharedPrefixes | None = None  # which of these begin alike, where that is worth knowing

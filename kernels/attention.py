@@ -5,12 +5,15 @@ the last ones of its sequence of sequence_lengths[r] tokens; query i of n is at 
 (position - window, position].
 """
 
+from importlib.util import find_spec
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_plan import Attention, AttentionPlan
+from kernels.attention_plan import Attention, AttentionPlan, SharedPrefixes
 from kernels.cpu_attention import CpuAttention
+from kernels.flash_attention import FlashAttention
 
 
 def paged_attention_reference(
@@ -251,6 +254,8 @@ class TritonAttention:
         sequence_lengths: torch.Tensor,
         max_query_length: int,
         max_sequence_length: int,
+        num_decode_rows: int = 0,
+        shared: SharedPrefixes | None = None,
     ) -> AttentionPlan:
         return AttentionPlan(block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length)
 
@@ -269,6 +274,14 @@ class TritonAttention:
         )  # fmt: skip
 
 
-def select_attention(device: torch.device) -> Attention:
-    """The implementation for a device, chosen once and called by every layer."""
-    return CpuAttention() if device.type == "cpu" else TritonAttention()
+def select_attention(device: torch.device, dtype: torch.dtype) -> Attention:
+    """The implementation for a device and a type of keys and values, chosen once and called by every layer.
+
+    flash-attn 4 on Hopper and later, in 16 bits, where it is installed; on every other GPU the kernel above.
+    """
+    if device.type == "cpu":
+        return CpuAttention()
+    in_16_bits = dtype in (torch.bfloat16, torch.float16)
+    if in_16_bits and torch.cuda.get_device_capability(device) >= (9, 0) and find_spec("flash_attn") is not None:
+        return FlashAttention()
+    return TritonAttention()

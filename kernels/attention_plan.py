@@ -22,6 +22,22 @@ class AttentionPlan:
     max_sequence_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Groups of decode rows whose block tables begin alike; group g is rows [query_starts[g], query_starts[g + 1]).
+
+    Unused entries are empty: no rows, length 0. Rows from num_rows[0] on belong to no group. The private tables and
+    lengths are of what lies behind the prefix, for every decode row.
+    """
+
+    block_tables: torch.Tensor  # (num_groups, max_blocks) int32
+    lengths: torch.Tensor  # (num_groups,) int32, in tokens, whole blocks
+    query_starts: torch.Tensor  # (num_groups + 1,) int32
+    num_rows: torch.Tensor  # (1,) int32, on the device, so that a captured graph can change it
+    private_block_tables: torch.Tensor  # (num_decode_rows, max_blocks) int32
+    private_lengths: torch.Tensor  # (num_decode_rows,) int32
+
+
 class Attention(Protocol):
     """Causal attention over pages, prefill and decode rows in one call."""
 
@@ -32,8 +48,14 @@ class Attention(Protocol):
         sequence_lengths: torch.Tensor,
         max_query_length: int,
         max_sequence_length: int,
+        num_decode_rows: int = 0,
+        shared: SharedPrefixes | None = None,
     ) -> AttentionPlan:
-        """Called once a step; the plan holds for all layers, with and without a window."""
+        """Called once a step; the plan holds for all layers, with and without a window.
+
+        The first `num_decode_rows` rows are known to have one query each, and `shared` says which of them begin alike:
+        both help implementations that cannot find that out without waiting for the device.
+        """
         ...
 
     def __call__(

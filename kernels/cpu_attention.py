@@ -5,10 +5,10 @@ float32 and returns the log-sum-exp; a query that takes part in several segments
 (cascade attention; the merge is that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 
     [shared prefix | private context | new tokens]      keys of one row
-     dense, once    dense              causal           a prefill row; a short context joins the causal call, masked
+     dense, once    dense              causal tiles     a prefill row; a short context joins the tiles
      per group      `------- padded --------'           decode rows, batched by similar length
 
-Query heads that share a key head are folded into the query dimension or broadcast, so keys are never repeated.
+Query heads that share a key head are folded into the query dimension: keys are never repeated, products are larger.
 """
 
 from collections.abc import Sequence
@@ -17,29 +17,23 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from kernels.attention_plan import AttentionPlan
+from kernels.attention_plan import AttentionPlan, SharedPrefixes
 
 # Below this many (members - 1) x shared tokens a group's extra call costs more than the keys it saves.
 MIN_TOKENS_SAVED = 1024
-# A padded batch's keys stay within a core's cache: slots per call.
+# Slots a padded batch gathers at most, so that its keys are still in the cache when they are multiplied.
 MAX_PADDED_SLOTS = 16384
+# Queries per causal tile, for rows of up to 256 new tokens and above: small tiles waste fewer keys behind the diagonal.
+SMALL_TILE, LARGE_TILE = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
-class _Dense:
-    """Every query sees every key."""
+class _Folded:
+    """Queries over one list of keys; a causal tile has a mask."""
 
     tokens: slice | torch.Tensor  # which rows of the query: a run, or (n,) int64
     key_slots: torch.Tensor  # (num_keys,) int64
-
-
-@dataclass(frozen=True, slots=True)
-class _Causal:
-    """One row's run of queries over keys that end with its own; mask None: the keys are just its own."""
-
-    tokens: slice
-    key_slots: torch.Tensor  # (num_keys,) int64
-    mask: torch.Tensor | None  # (num_queries, num_keys) float32, 0 or -inf
+    mask: torch.Tensor | None = None  # (n * group, num_keys) float32, 0 or -inf; None: every query sees every key
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +47,11 @@ class _Padded:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Each query is in exactly one causal or padded segment, and in any number of dense ones."""
+    """Each query is in exactly one causal or padded segment, and in any number of dense ones, which have no mask."""
 
-    causal: list[_Causal]
+    causal: list[_Folded]
     padded: list[_Padded]
-    dense: list[_Dense]
+    dense: list[_Folded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +64,54 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan(AttentionPlan):
-    """Segments are worked out for the first layer of each (block size, window) and kept for the step's others."""
+    """Segments are worked out for the first layer of each kind and kept for the step's others."""
 
-    segments: dict[tuple[int, int | None], _Segments] = field(default_factory=dict)
+    segments: dict[tuple[int, int, int | None], _Segments] = field(default_factory=dict)
 
-    def segments_for(self, block_size: int, sliding_window: int | None) -> _Segments:
+    def segments_for(self, block_size: int, group: int, sliding_window: int | None) -> _Segments:
+        """group: query heads per key head."""
         if sliding_window is not None and sliding_window >= self.max_sequence_length:
             sliding_window = None  # it hides nothing in this step
-        found = self.segments.get((block_size, sliding_window))
+        found = self.segments.get((block_size, group, sliding_window))
         if found is None:
-            found = _plan_segments(self, block_size, sliding_window)
-            self.segments[block_size, sliding_window] = found
+            found = _plan_segments(self, block_size, group, sliding_window)
+            self.segments[block_size, group, sliding_window] = found
         return found
 
 
+class _Gathered:
+    """Where a segment's keys and values are gathered, until the next one's: memory that stays, since fresh pages from the
+    system cost three times the copying itself."""
+
+    def __init__(self) -> None:
+        self._key = torch.empty(0, dtype=torch.int64)
+        self._value = torch.empty(0, dtype=torch.int64)
+
+    def gather(
+        self, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (num_slots, num_kv_heads, head_size) of the tokens at these slots (num_slots,)."""
+        block_size, num_kv_heads, head_size = key_cache.shape[1:]
+        token_bytes = num_kv_heads * head_size * key_cache.itemsize
+        if not (key_cache.is_contiguous() and value_cache.is_contiguous() and token_bytes % 8 == 0):
+            block_ids, offsets = slots // block_size, slots % block_size
+            return key_cache[block_ids, offsets], value_cache[block_ids, offsets]
+        words = token_bytes // 8  # as int64, whatever the dtype: torch copies rows of bf16 one by one
+        if self._key.numel() < slots.numel() * words:
+            self._key, self._value = (torch.empty(slots.numel() * words, dtype=torch.int64) for _ in range(2))
+        gathered = []
+        for cache, memory in ((key_cache, self._key), (value_cache, self._value)):
+            rows = memory[: slots.numel() * words].view(-1, words)
+            torch.index_select(cache.view(-1, num_kv_heads * head_size).view(torch.int64), 0, slots, out=rows)
+            gathered.append(rows.view(cache.dtype).view(-1, num_kv_heads, head_size))
+        return gathered[0], gathered[1]
+
+
 class CpuAttention:
-    """The `Attention` of a CPU."""
+    """The `Attention` of a CPU; one thread's, as its gathering memory is."""
+
+    def __init__(self) -> None:
+        self._gathered = _Gathered()
 
     def prepare(
         self,
@@ -94,6 +120,8 @@ class CpuAttention:
         sequence_lengths: torch.Tensor,
         max_query_length: int,
         max_sequence_length: int,
+        num_decode_rows: int = 0,
+        shared: SharedPrefixes | None = None,
     ) -> CpuAttentionPlan:
         return CpuAttentionPlan(block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length)
 
@@ -107,28 +135,28 @@ class CpuAttention:
         sliding_window: int | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, CpuAttentionPlan), f"a {type(plan).__name__} was not prepared for a CPU"
-        segments = plan.segments_for(key_cache.shape[1], sliding_window)
         query = query.contiguous()
         num_tokens, num_heads, _ = query.shape
+        segments = plan.segments_for(key_cache.shape[1], num_heads // key_cache.shape[2], sliding_window)
         # Parts are merged in float32; without dense segments there is nothing to merge.
         merging = bool(segments.dense)
         out = torch.zeros(query.shape, dtype=torch.float32 if merging else query.dtype)
         lse = torch.zeros(num_tokens, num_heads) if merging else None
 
         for causal in segments.causal:
-            part, part_lse = _attend_causal(query, key_cache, value_cache, causal, scale)
-            out[causal.tokens] = part
+            part, part_lse = _attend_folded(query, *self._gathered.gather(key_cache, value_cache, causal.key_slots), causal, scale)
+            _put(out, causal.tokens, part)
             if lse is not None:
-                lse[causal.tokens] = part_lse
+                _put(lse, causal.tokens, part_lse)
         for padded in segments.padded:
-            part, part_lse = _attend_padded(query, key_cache, value_cache, padded, scale)
+            part, part_lse = _attend_padded(query, *self._gathered.gather(key_cache, value_cache, padded.key_slots.view(-1)), padded, scale)
             _put(out, padded.tokens, part)
             if lse is not None:
                 _put(lse, padded.tokens, part_lse)
         if lse is None:
             return out
         for dense in segments.dense:
-            part, part_lse = _attend_dense(query, key_cache, value_cache, dense, scale)
+            part, part_lse = _attend_folded(query, *self._gathered.gather(key_cache, value_cache, dense.key_slots), dense, scale)
             _merge(out, lse, dense.tokens, part, part_lse)
         return out.to(query.dtype)
 
@@ -136,7 +164,7 @@ class CpuAttention:
 # Planning: plain data from index tensors, once a step.
 
 
-def _plan_segments(plan: AttentionPlan, block_size: int, sliding_window: int | None) -> _Segments:
+def _plan_segments(plan: AttentionPlan, block_size: int, group: int, sliding_window: int | None) -> _Segments:
     starts = plan.query_starts.tolist()
     lengths = plan.sequence_lengths.tolist()
     offsets = torch.arange(block_size)
@@ -152,39 +180,31 @@ def _plan_segments(plan: AttentionPlan, block_size: int, sliding_window: int | N
         rows.append(_Row(starts[row_id], num_queries, length, slots))
         sharable.append(tuple(block_ids[: (length - num_queries) // block_size].tolist()))
 
-    if sliding_window is not None:  # a window slides off a prefix query by query: no sharing
-        first_keys = [max(0, row.length - row.num_queries + 1 - sliding_window) for row in rows]
-        causal = [
-            _causal_segment(row, first, sliding_window)
-            for row, first in zip(rows, first_keys, strict=True)
-            if row.num_queries > 1
-        ]
-        decodes = [(row, first) for row, first in zip(rows, first_keys, strict=True) if row.num_queries == 1]
-        return _Segments(causal, _padded_segments(decodes), [])
+    prefills = [(row_id, row) for row_id, row in enumerate(rows) if row.num_queries > 1]
+    decodes = [(row_id, row) for row_id, row in enumerate(rows) if row.num_queries == 1]
+    if sliding_window is not None:  # it slides off a prefix query by query: no sharing
+        causal = [tile for _, row in prefills for tile in _causal_tiles(row, 0, group, sliding_window)]
+        return _Segments(
+            causal, _padded_segments([(row, max(0, row.length - sliding_window)) for _, row in decodes]), []
+        )
 
     num_shared = [0] * len(rows)  # tokens
-    dense: list[_Dense] = []
+    dense: list[_Folded] = []
     for member_ids, num_blocks in group_by_prefix(sharable, block_size):
         members = [rows[member_id] for member_id in sorted(member_ids)]
         for member_id in member_ids:
             num_shared[member_id] = num_blocks * block_size
         tokens = [torch.arange(row.start, row.start + row.num_queries) for row in members]
-        dense.append(_Dense(_run_or_index(torch.cat(tokens)), members[0].slots[: num_blocks * block_size]))
+        dense.append(_Folded(_run_or_index(torch.cat(tokens)), members[0].slots[: num_blocks * block_size]))
 
     causal = []
-    decodes = []
-    for row, shared in zip(rows, num_shared, strict=True):
-        num_private = row.length - row.num_queries - shared
-        if row.num_queries == 1:
-            decodes.append((row, shared))
-        elif num_private <= row.num_queries // 2:
-            causal.append(_causal_segment(row, shared, None))
-        else:
-            own = row.length - row.num_queries
-            tokens_of_row = slice(row.start, row.start + row.num_queries)
-            dense.append(_Dense(tokens_of_row, row.slots[shared:own]))
-            causal.append(_causal_segment(row, own, None))
-    return _Segments(causal, _padded_segments(decodes), dense)
+    for row_id, row in prefills:
+        first_key, own = num_shared[row_id], row.length - row.num_queries
+        if own - first_key > row.num_queries:  # a context that is worth a call without a mask
+            dense.append(_Folded(slice(row.start, row.start + row.num_queries), row.slots[first_key:own]))
+            first_key = own
+        causal += _causal_tiles(row, first_key, group, None)
+    return _Segments(causal, _padded_segments([(row, num_shared[row_id]) for row_id, row in decodes]), dense)
 
 
 def group_by_prefix(block_ids: Sequence[tuple[int, ...]], block_size: int) -> list[tuple[list[int], int]]:
@@ -223,17 +243,22 @@ def _num_common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     return next(i for i in range(shorter) if left[i] != right[i])
 
 
-def _causal_segment(row: _Row, first_key: int, sliding_window: int | None) -> _Causal:
-    tokens = slice(row.start, row.start + row.num_queries)
-    key_slots = row.slots[first_key:]
-    if len(key_slots) == row.num_queries and sliding_window is None:
-        return _Causal(tokens, key_slots, None)
-    key_positions = torch.arange(first_key, row.length)
-    positions = torch.arange(row.length - row.num_queries, row.length)[:, None]
-    seen = key_positions <= positions
-    if sliding_window is not None:
-        seen &= key_positions > positions - sliding_window
-    return _Causal(tokens, key_slots, _additive(seen))
+def _causal_tiles(row: _Row, first_key: int, group: int, sliding_window: int | None) -> list[_Folded]:
+    """The row's queries in runs, each over the keys from first_key (or its window's begin) to its own last token."""
+    size = SMALL_TILE if row.num_queries <= 256 else LARGE_TILE
+    num_past = row.length - row.num_queries
+    tiles = []
+    for first in range(0, row.num_queries, size):
+        last = min(first + size, row.num_queries)
+        begin = first_key if sliding_window is None else max(first_key, num_past + first + 1 - sliding_window)
+        key_positions = torch.arange(begin, num_past + last)
+        positions = torch.arange(num_past + first, num_past + last)[:, None]
+        seen = key_positions <= positions
+        if sliding_window is not None:
+            seen &= key_positions > positions - sliding_window
+        mask = _additive(seen).repeat_interleave(group, dim=0)
+        tiles.append(_Folded(slice(row.start + first, row.start + last), row.slots[begin : num_past + last], mask))
+    return tiles
 
 
 def _padded_segments(decodes: list[tuple[_Row, int]]) -> list[_Padded]:
@@ -275,7 +300,7 @@ def _run_or_index(tokens: torch.Tensor) -> slice | torch.Tensor:
     return tokens
 
 
-# Acting: each returns (out (n, num_heads, head_size), log-sum-exp (n, num_heads) float32) for its n queries.
+# Acting, on gathered keys and values (num_keys, num_kv_heads, head_size): each returns (out (n, num_heads, head_size), log-sum-exp (n, num_heads) float32) for its n queries.
 
 
 def _flash(
@@ -284,73 +309,44 @@ def _flash(
     value: torch.Tensor,
     scale: float,
     mask: torch.Tensor | None,
-    is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(batch, heads, n, head_size) each -> out, log-sum-exp (batch, heads, n). Strides are free but the last one's."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p=0.0, is_causal=is_causal, attn_mask=mask, scale=scale
+        query, key, value, dropout_p=0.0, is_causal=False, attn_mask=mask, scale=scale
     )
     return out, lse
 
 
-def _attend_dense(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segment: _Dense, scale: float
+def _attend_folded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment: _Folded, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_kv_heads, head_size = key_cache.shape[2:]
+    num_kv_heads, head_size = key.shape[1:]
     queries = _take(query, segment.tokens)
     num_queries, num_heads, _ = queries.shape
     group = num_heads // num_kv_heads
-    key = _gather(key_cache, segment.key_slots).transpose(0, 1)[None]
-    value = _gather(value_cache, segment.key_slots).transpose(0, 1)[None]
+    key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
     folded = queries.view(num_queries, num_kv_heads, group, head_size).transpose(0, 1)
     folded = folded.reshape(1, num_kv_heads, num_queries * group, head_size)
-    out, lse = _flash(folded, key, value, scale, None, False)
+    mask = None if segment.mask is None else segment.mask[None, None]
+    out, lse = _flash(folded, key, value, scale, mask)
     out = out.view(num_kv_heads, num_queries, group, head_size).transpose(0, 1)
     lse = lse.view(num_kv_heads, num_queries, group).transpose(0, 1)
     return out.reshape(queries.shape), lse.reshape(num_queries, num_heads)
 
 
-def _attend_causal(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segment: _Causal, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_kv_heads, head_size = key_cache.shape[2:]
-    queries = query[segment.tokens]
-    num_queries, num_heads, _ = queries.shape
-    group = num_heads // num_kv_heads
-    # The key head is the batch, and its query heads are heads that share it by a stride of 0.
-    grouped = queries.view(num_queries, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
-    shared = (num_kv_heads, group, len(segment.key_slots), head_size)
-    key = _gather(key_cache, segment.key_slots).transpose(0, 1)[:, None].expand(shared)
-    value = _gather(value_cache, segment.key_slots).transpose(0, 1)[:, None].expand(shared)
-    mask = None if segment.mask is None else segment.mask[None, None]
-    out, lse = _flash(grouped, key, value, scale, mask, segment.mask is None)
-    return out.permute(2, 0, 1, 3).reshape(queries.shape), lse.permute(2, 0, 1).reshape(num_queries, num_heads)
-
-
 def _attend_padded(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segment: _Padded, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segment: _Padded, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_kv_heads, head_size = key_cache.shape[2:]
+    num_kv_heads, head_size = key.shape[1:]
     queries = _take(query, segment.tokens)
     num_rows, num_heads, _ = queries.shape
     group = num_heads // num_kv_heads
     num_keys = segment.key_slots.shape[1]
     paged = (num_rows, num_keys, num_kv_heads, head_size)
-    key = _gather(key_cache, segment.key_slots.view(-1)).view(paged).transpose(1, 2)
-    value = _gather(value_cache, segment.key_slots.view(-1)).view(paged).transpose(1, 2)
+    key, value = key.view(paged).transpose(1, 2), value.view(paged).transpose(1, 2)
     mask = None if segment.mask is None else segment.mask.expand(num_rows, 1, group, num_keys)
-    out, lse = _flash(queries.view(num_rows, num_kv_heads, group, head_size), key, value, scale, mask, False)
+    out, lse = _flash(queries.view(num_rows, num_kv_heads, group, head_size), key, value, scale, mask)
     return out.reshape(queries.shape), lse.reshape(num_rows, num_heads)
-
-
-def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """(num_slots, num_kv_heads, head_size) of the tokens at these slots."""
-    num_kv_heads, head_size = cache.shape[2:]
-    if cache.is_contiguous():
-        # An embedding look-up copies bf16 rows 50 times faster than index_select or [] do (measured, torch 2.11).
-        rows = functional.embedding(slots, cache.view(-1, num_kv_heads * head_size))
-        return rows.view(-1, num_kv_heads, head_size)
-    return cache[slots // cache.shape[1], slots % cache.shape[1]]
 
 
 def _take(x: torch.Tensor, tokens: slice | torch.Tensor) -> torch.Tensor:

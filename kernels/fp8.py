@@ -157,6 +157,8 @@ def fp8_linear(
 
     Accumulates in the tensor cores' fast mode; the bias is added in the product's epilogue.
     """
+    if x.shape[0] == 0:
+        return torch.empty((0, weight.shape[0]), dtype=out_dtype, device=x.device)
     return torch._scaled_mm(
         x, weight.t(), scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=True
     )

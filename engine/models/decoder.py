@@ -1,10 +1,11 @@
 """One decoder for all families: what they differ in is data of ModelConfig.
 
-    embedding -> layers of [norm, qkv, (q/k norm), rope, KV write, attention, output, norm, gate_up, SiLU, down] -> norm
+embedding -> layers of [norm, qkv, (q/k norm), rope, KV write, attention, output, norm, gate_up, SiLU, down] -> norm
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -13,26 +14,26 @@ from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig
 from engine.models.heads import LanguageModelHead
-from engine.models.linear import Linear
+from engine.models.precision import PlainPrecision, Precision, Product
 from engine.models.rope import inverse_frequencies, rope_tables
-from kernels.activation import silu_and_multiply
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan
 from kernels.kv_cache import write_kv
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
+from kernels.rope_kv import rope_kv
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: torch.Tensor  # (hidden_size,)
-    qkv: Linear
+    qkv: Product[Any]
     query_norm: torch.Tensor | None  # (head_size,)
     key_norm: torch.Tensor | None
-    output: Linear
+    output: Product[Any]
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Product[Any]
+    down: Product[Any]
     window: int | None
 
 
@@ -46,14 +47,15 @@ class Decoder:
         num_tokens: int,
         num_positions: int,
         device: torch.device,
+        precision: Precision[Any] | None = None,
     ) -> None:
         """`parameters`: all of `expected_parameters(config)`, layer by layer, so that each layer is packed, and its
         plain weights freed, before the next is read. `num_tokens`: the tokenizer's ids, at most the vocabulary's.
-        `num_positions`: the longest sequence that will come.
+        `num_positions`: the longest sequence that will come. `precision`: of the layers' products; plain where None.
         """
         self.config = config
         self.device = device
-        self._attention = select_attention(device)
+        self._precision = precision or PlainPrecision()
         self._scale = config.head_size**-0.5
         self._layers: list[_Layer] = []
         pending: dict[str, torch.Tensor] = {}
@@ -72,6 +74,7 @@ class Decoder:
         self._head = LanguageModelHead(head, num_tokens)
         assert not pending, f"parameters without a use: {sorted(pending)}"
         self.dtype = self._embedding.dtype
+        self._attention = select_attention(device, self.dtype)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """(num_sampling_rows, hidden_size): the hidden states at `batch.logits_indices`; the cache gets every token's
@@ -83,19 +86,23 @@ class Decoder:
             batch.sequence_lengths,
             batch.max_query_length,
             batch.max_sequence_length,
+            batch.num_decode_rows,
+            batch.shared,
         )
+        precision = self._precision
         eps = self.config.rms_norm_eps
         residual = functional.embedding(batch.token_ids, self._embedding)
-        hidden = rms_norm(residual, self._layers[0].attention_norm, eps)
+        hidden = precision.norm(residual, self._layers[0].attention_norm, eps)
         last = len(self._layers) - 1
         for layer_id, layer in enumerate(self._layers):
             if layer_id:
-                hidden, residual = add_rms_norm(hidden, residual, layer.attention_norm, eps)
-            hidden = self._attend(layer, layer_id, hidden, batch, cache, plan)
-            if layer_id == last:
-                hidden, residual = hidden[batch.logits_indices], residual[batch.logits_indices]
-            hidden, residual = add_rms_norm(layer.output(hidden), residual, layer.mlp_norm, eps)
-            hidden = layer.down(silu_and_multiply(layer.gate_up(hidden)))
+                hidden, residual = precision.add_norm(hidden, residual, layer.attention_norm, eps)
+            attended = self._attend(layer, layer_id, layer.qkv(hidden), batch, cache, plan)
+            if layer_id == last and batch.logits_indices is not None:
+                attended, residual = attended[batch.logits_indices], residual[batch.logits_indices]
+            hidden = layer.output(precision.enter(attended))
+            hidden, residual = precision.add_norm(hidden, residual, layer.mlp_norm, eps)
+            hidden = layer.down(precision.silu_and_multiply(layer.gate_up(hidden)))
         hidden, _ = add_rms_norm(hidden, residual, self._final_norm, eps)
         return hidden
 
@@ -104,21 +111,32 @@ class Decoder:
         return self._head(hidden)
 
     def _attend(
-        self, layer: _Layer, layer_id: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: AttentionPlan
+        self, layer: _Layer, layer_id: int, qkv: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: AttentionPlan
     ) -> torch.Tensor:
+        query = self._rotate_and_write(layer, qkv, batch, *cache.layer(layer_id))
+        # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
+        attended = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
+        return attended.view(qkv.shape[0], self.config.query_size)
+
+    def _rotate_and_write(
+        self, layer: _Layer, qkv: torch.Tensor, batch: ForwardBatch, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """qkv (num_tokens, query_size + 2 * kv_size) -> queries; keys and values go to the layer's pages."""
         config = self.config
+        if qkv.is_cuda:
+            return rope_kv(
+                qkv, batch.positions, self._cos, self._sin, keys, values, batch.slot_mapping, config.num_heads,
+                layer.query_norm, layer.key_norm, config.rms_norm_eps,
+            )  # fmt: skip
         num_kv_heads = config.num_kv_heads
-        heads = layer.qkv(hidden).view(hidden.shape[0], config.num_heads + 2 * num_kv_heads, config.head_size)
+        heads = qkv.view(qkv.shape[0], config.num_heads + 2 * num_kv_heads, config.head_size)
         query, key, value = heads.split((config.num_heads, num_kv_heads, num_kv_heads), dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
             key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
         apply_rope(query, key, batch.positions, self._cos, self._sin)
-        keys, values = cache.layer(layer_id)
-        # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         write_kv(key, value, keys, values, batch.slot_mapping)
-        attended = self._attention(query, keys, values, plan, self._scale, layer.window)
-        return attended.view(hidden.shape[0], config.query_size)
+        return query
 
     def _take_layer(self, pending: dict[str, torch.Tensor]) -> _Layer:
         layer_id = len(self._layers)
@@ -126,18 +144,18 @@ class Decoder:
         def vector(name: str) -> torch.Tensor | None:
             return pending.pop(f"layers.{layer_id}.{name}", None)
 
-        def linear(name: str) -> Linear:
-            return Linear(pending.pop(f"layers.{layer_id}.{name}.weight"), vector(f"{name}.bias"))
+        def product(name: str) -> Product[Any]:
+            return self._precision.product(pending.pop(f"layers.{layer_id}.{name}.weight"), vector(f"{name}.bias"))
 
         return _Layer(
             attention_norm=pending.pop(f"layers.{layer_id}.attention_norm.weight"),
-            qkv=linear("qkv"),
+            qkv=product("qkv"),
             query_norm=vector("query_norm.weight"),
             key_norm=vector("key_norm.weight"),
-            output=linear("output"),
+            output=product("output"),
             mlp_norm=pending.pop(f"layers.{layer_id}.mlp_norm.weight"),
-            gate_up=linear("gate_up"),
-            down=linear("down"),
+            gate_up=product("gate_up"),
+            down=product("down"),
             window=self.config.windows[layer_id],
         )
 

@@ -3,13 +3,14 @@
 The Triton kernel runs on a CUDA device where there is one, and under Triton's interpreter elsewhere.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.attention import TritonAttention, select_attention
-from kernels.cpu_attention import MIN_TOKENS_SAVED, CpuAttention, CpuAttentionPlan, group_by_prefix
+from kernels.cpu_attention import MIN_TOKENS_SAVED, CpuAttention, group_by_prefix
 from tests.kernels.paged import DEVICE, TOLERANCE, Step, largest_difference, make_step
 
 MIXED = [(1, 1), (1, 17), (3, 3), (0, 0), (5, 20), (1, 16), (4, 33), (1, 40)]
@@ -38,6 +39,12 @@ def test_the_truth_is_torchs_own_attention_on_one_whole_prompt() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_prefill_decode_and_empty_rows_in_one_call(dtype: torch.dtype) -> None:
     assert_both_paths_equal_the_truth(make_step(MIXED, dtype=dtype))
+
+
+def test_contiguous_pages_as_a_layer_of_the_pool_has_them() -> None:
+    step = make_step(MIXED)
+    pool = torch.stack((step.key_cache, step.value_cache))
+    assert_both_paths_equal_the_truth(replace(step, key_cache=pool[0], value_cache=pool[1]))
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
@@ -79,9 +86,7 @@ def test_a_prefix_shared_by_decodes_and_chunks_is_attended_once_and_equals_the_t
     rows = [(1, 190 + 3 * i) for i in range(10)] + [(0, 0), (30, 190), (25, 160), (1, 20), (1, 300), (12, 192)]
     step = make_step(rows, 14, 2, 64, dtype=dtype, shared_blocks=10)
     assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[dtype]
-    plan = CpuAttention().prepare(*(tensor.cpu() for tensor in step.tensors[3:]), *step.maxima())
-    assert isinstance(plan, CpuAttentionPlan)
-    [shared, *_] = plan.segments_for(16, None).dense
+    [shared, *_] = step.cpu_plan().segments_for(16, 7, None).dense
     # All 10 shared blocks, without the chunk that has only 8 of them behind it: that saves more than 8 with it.
     assert len(shared.key_slots) == 160
 
@@ -149,9 +154,8 @@ def wrong_scale(step: Step) -> Step:
 
 @pytest.mark.parametrize("mutate", [wrong_block, position_off_by_one, last_key_dropped, wrong_scale])
 @pytest.mark.parametrize("path", ["cpu", "triton"])
-def test_a_mutation_is_seen(mutate: object, path: str) -> None:
+def test_a_mutation_is_seen(mutate: Callable[[Step], Step], path: str) -> None:
     step = make_step([(16, 64)], peak=8.0)
-    assert callable(mutate)
     assert largest_difference(step.paths()[path], step.reference()) < 2e-5
     assert largest_difference(mutate(step).paths()[path], step.reference()) > 1e-2
 
@@ -179,19 +183,17 @@ def test_two_templates_are_two_groups() -> None:
 
 
 def test_the_plan_is_made_once_for_all_layers() -> None:
-    step = make_step(MIXED)
-    attention = CpuAttention()
-    plan = attention.prepare(*(tensor.cpu() for tensor in step.tensors[3:]), *step.maxima())
-    assert plan.segments_for(16, None) is plan.segments_for(16, None)
-    assert plan.segments_for(16, 1000) is plan.segments_for(16, None)  # hides nothing
-    assert plan.segments_for(16, 5) is not plan.segments_for(16, None)
+    plan = make_step(MIXED).cpu_plan()
+    assert plan.segments_for(16, 2, None) is plan.segments_for(16, 2, None)
+    assert plan.segments_for(16, 2, 1000) is plan.segments_for(16, 2, None)  # hides nothing
+    assert plan.segments_for(16, 2, 5) is not plan.segments_for(16, 2, None)
 
 
 def test_the_device_chooses_the_implementation() -> None:
-    assert isinstance(select_attention(torch.device("cpu")), CpuAttention)
-    assert isinstance(select_attention(torch.device("cuda")), TritonAttention)
+    assert isinstance(select_attention(torch.device("cpu"), torch.float32), CpuAttention)
+    assert isinstance(select_attention(torch.device("cuda"), torch.float32), TritonAttention)
     step = make_step(MIXED)
-    attention = select_attention(DEVICE)
+    attention = select_attention(DEVICE, torch.float32)
     plan = attention.prepare(step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima())
     out = attention(step.query, step.key_cache, step.value_cache, plan, step.scale)
     assert largest_difference(out, step.reference()) < TOLERANCE[torch.float32]
