@@ -38,7 +38,10 @@ class PromptTokenizer(Protocol):
 class CompiledTask:
     """A task made ready at start, so that what is wrong with it is told before anything is consumed."""
 
-    __slots__ = ("fingerprint", "known_fields", "label_token_ids", "name", "sampling", "system", "task", "template")
+    __slots__ = (
+        "fingerprint", "known_fields", "label_token_ids", "name", "plain_sampling", "sampling", "system", "task",
+        "template",
+    )  # fmt: skip
 
     def __init__(self, name: str, task: Task, environment: SandboxedEnvironment, tokenizer: PromptTokenizer) -> None:
         self.name = name
@@ -64,6 +67,7 @@ class CompiledTask:
             if not token_ids:
                 raise SettingsError(f"tasks.{name}.labels: {label!r} makes no token")
         self.sampling = self.with_room_for_labels(task.sampling)
+        self.plain_sampling = dataclasses.asdict(self.sampling)  # for receipts
         uses_chat = task.chat and tokenizer.has_chat_template
         chat = tokenizer.render_chat([{"role": "user", "content": ""}]) if uses_chat else None
         parts = [task.template, task.system, task.chat, chat]
