@@ -4,9 +4,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -36,22 +35,6 @@ KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Kafka addresse
 ElasticsearchOption = Annotated[
     str | None, typer.Option("--elasticsearch", help="Elasticsearch addresses, comma-separated: http://host:9200.")
 ]
-
-
-class ResultFormat(StrEnum):
-    TABLE = "table"
-    JSONL = "jsonl"
-
-
-class InputFormatOption(StrEnum):
-    AUTO = "auto"
-    JSONL = "jsonl"
-    TEXT = "text"
-
-
-class SchemaOf(StrEnum):
-    MESSAGE = "message"
-    ROW = "row"
 
 
 @app.command()
@@ -85,24 +68,41 @@ def submit(
     file: Annotated[str, typer.Argument(help="JSON lines or plain text lines; - for standard input.")],
     task: Annotated[str, typer.Option("--task", help="A task of the worker's settings.")] = "default",
     job: Annotated[str, typer.Option("--job", help="The job's name; results are found by it.")] = "default",
-    input_format: Annotated[InputFormatOption, typer.Option("--format")] = InputFormatOption.AUTO,
+    input_format: Annotated[Literal["auto", "jsonl", "text"], typer.Option("--format")] = "auto",
     topic: Annotated[str | None, typer.Option("--topic", help="The first of kafka.topics where absent.")] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
     kafka: KafkaOption = None,
 ) -> None:
     """Send a file's documents to Kafka, one a line, after checking every line as a worker would."""
-    from pipeline.submit import InputFormat, submit_file
+    from pipeline.submit import submit_file
 
     with _told():
         settings = _load(config, set_, kafka, None)
-        chosen: dict[InputFormatOption, InputFormat | None] = {
-            InputFormatOption.AUTO: None,
-            InputFormatOption.JSONL: "jsonl",
-            InputFormatOption.TEXT: "text",
-        }
-        num_sent = submit_file(settings, file, task, job, chosen[input_format], topic)
+        num_sent = submit_file(settings, file, task, job, None if input_format == "auto" else input_format, topic)
     typer.echo(f"{num_sent} documents sent to {topic or settings.kafka.topics[0]} as job {job}")
+
+
+@app.command()
+def results(
+    job: Annotated[str | None, typer.Option("--job", help="Of this job only.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Of this task only.")] = None,
+    status: Annotated[Literal["answered", "failed"] | None, typer.Option("--status", help="answered or failed.")] = None,
+    format_: Annotated[Literal["table", "jsonl"], typer.Option("--format")] = "table",
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows; 50 in a table, else all.")] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    elasticsearch: ElasticsearchOption = None,
+) -> None:
+    """Show answers and failures out of Elasticsearch."""
+    from pipeline.show_results import print_jsonl, print_table
+
+    with _told():
+        settings = _load(config, set_, None, elasticsearch)
+        if format_ == "jsonl":
+            print_jsonl(settings, job, task, status, limit)
+        else:
+            print_table(settings, job, task, status, limit)
 
 
 @app.command("check-config")
@@ -131,11 +131,13 @@ def demo(
 
 
 @app.command()
-def schema(of: Annotated[SchemaOf, typer.Argument(help="The message that comes in, or the row out.")]) -> None:
+def schema(
+    of: Annotated[Literal["message", "row"], typer.Argument(help="The message that comes in, or the row that goes out.")],
+) -> None:
     """Print the JSON Schema of the message format or of the result format."""
     from pipeline.json_schema import message_schema, row_schema
 
-    shown = message_schema() if of is SchemaOf.MESSAGE else row_schema()
+    shown = message_schema() if of == "message" else row_schema()
     typer.echo(json.dumps(shown, indent=2))
 
 

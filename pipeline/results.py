@@ -290,8 +290,8 @@ def build_receipt(
     engine_version: str,
     prompt_token_ids: Sequence[int] | None,
 ) -> Receipt:
-    """What a rerun needs; `sampling` ready made where it is a task's. `prompt_token_ids` becomes base64 of little-endian
-    uint32; `seed` is below 2^63, as a `long` holds it."""
+    """What a rerun needs; `sampling` ready made where it is a task's. `prompt_token_ids` becomes base64 of
+    little-endian uint32; `seed` is below 2^63, as a `long` holds it."""
     packed = None
     if prompt_token_ids is not None:
         packed = base64.b64encode(struct.pack(f"<{len(prompt_token_ids)}I", *prompt_token_ids)).decode("ascii")
