@@ -26,7 +26,7 @@ from elasticsearch import ApiError, ConnectionError, Elasticsearch
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import NewTopic
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from engine.tokenizer import Tokenizer
 from pipeline.connection import connect
@@ -246,20 +246,22 @@ def _run_worker(
     metrics: dict[str, float] = {}
     ready_at: float | None = None
     with _worker(folder, log) as worker, _progress(console) as progress:
-        loading = progress.add_task("Loading the model", total=1)
-        answering = progress.add_task("Answering", total=num_documents, start=False)
+        loading = progress.add_task("Loading the model", total=None, count="")
+        answering = progress.add_task("Answering", total=num_documents, start=False, count=f"0/{num_documents}")
         while worker.poll() is None:
             if ready_at is None and _get(port, "/readyz") is not None:
                 ready_at = time.monotonic()
-                progress.update(loading, completed=1)
+                progress.update(loading, total=1, completed=1)
                 progress.start_task(answering)
             if ready_at is not None:
                 metrics = parse_metrics(_get(port, "/metrics") or "") or metrics
-                progress.update(answering, completed=_count_rows(elasticsearch))
+                num_rows = _count_rows(elasticsearch)
+                progress.update(answering, completed=num_rows, count=f"{num_rows}/{num_documents}")
             time.sleep(POLL_SECONDS)
         if worker.returncode == 0:  # it may have been ready and done between two looks
-            progress.update(loading, completed=1)
-            progress.update(answering, completed=_count_rows(elasticsearch))
+            progress.update(loading, total=1, completed=1)
+            num_rows = _count_rows(elasticsearch)
+            progress.update(answering, completed=num_rows, count=f"{num_rows}/{num_documents}")
     ended = time.monotonic()
     if worker.returncode != 0:
         raise DemoError(f"the worker ended with {worker.returncode}; its last lines:\n{_last_lines(log)}")
@@ -297,7 +299,7 @@ def _worker(folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
         console=console,
     )  # fmt: skip
 
