@@ -18,7 +18,9 @@ from engine.step_plan import SampledTokens
 from kernels.sampling import Filters, draw, greedy, uniform_numbers
 from schemas.inference import SamplingParams, TokenLogprobs
 
-ROWS_AT_A_TIME = 64  # float32 copies and float64 sums of 151,936 logits: 117 MB
+# Rows that are copied at a time. On a CPU a copy of 16 rows of 151,936 float32 logits (10 MB) is memory that the
+# allocator still keeps; larger ones are mapped anew each time, which takes longer than the arithmetic.
+ROWS_AT_A_TIME = {"cpu": 16, "cuda": 256}
 
 
 @dataclass(slots=True)
@@ -73,8 +75,9 @@ class Sampler:
         if labelled:
             self._choose_labels(logits, requests, labelled, sampled)
             special = [row for row in special if not _is_greedy_label(requests[row])]
-        for start in range(0, len(special), ROWS_AT_A_TIME):
-            self._sample_rows(logits, requests, special[start : start + ROWS_AT_A_TIME], sampled)
+        step = ROWS_AT_A_TIME.get(logits.device.type, 16)
+        for start in range(0, len(special), step):
+            self._sample_rows(logits, requests, special[start : start + step], sampled)
         return sampled
 
     def _choose_labels(
@@ -197,8 +200,9 @@ def _draw_rows(logits: torch.Tensor, requests: Sequence[Request], rows: list[int
         torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
         torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
     )
-    index = torch.tensor(rows, dtype=torch.int64, device=device)
-    tokens: list[int] = draw(logits[index], filters, torch.from_numpy(uniform).to(device)).tolist()
+    if len(rows) < len(logits):
+        logits = logits[torch.tensor(rows, dtype=torch.int64, device=device)]
+    tokens: list[int] = draw(logits, filters, torch.from_numpy(uniform).to(device)).tolist()
     return tokens
 
 

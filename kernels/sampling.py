@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 CANDIDATES = (1024, 16384)  # looked at, in turn, before a whole row is sorted
+RUN = 512  # neighbouring ids whose weights are summed first
 SMALLEST_TEMPERATURE = 1e-37  # the smallest normal float32, about
 
 
@@ -86,7 +87,8 @@ def filtered_probabilities_reference(logits: torch.Tensor, filters: Filters) -> 
     min-p keeps what is at least min_p times as likely as the likeliest; top-k keeps the k largest and all that tie with
     the last of them; top-p keeps, in descending order and by id among equals, what begins before the mass top_p.
     """
-    weights = _scale(logits, filters.temperature).double().exp()
+    logits = logits.double()
+    weights = ((logits - logits.amax(-1, keepdim=True)) / _divisor(filters.temperature.double())).exp()
     weights = torch.where(weights >= filters.min_p[:, None], weights, 0.0)
     order = torch.sort(weights, dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
@@ -104,33 +106,51 @@ def draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch
 
     `uniform` (rows,) float64 in [0, 1). The token is the first whose cumulative weight exceeds uniform * total: over
     ids in ascending order where no filter is on, else over the kept tokens from the likeliest down (by id among
-    equals). Weights are float32 exponentials, summed in float64.
+    equals). Weights are float32 exponentials, summed in float64 (of 512 neighbouring ids first in float32).
     """
     num_rows, vocab = logits.shape
-    scaled = _scale(logits, filters.temperature)
     is_filtered = (filters.top_p < 1.0) | (filters.min_p > 0.0) | ((filters.top_k > 0) & (filters.top_k < vocab))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    plain = (~is_filtered).nonzero().squeeze(-1)
-    if len(plain):
-        tokens[plain] = _draw_plain(scaled[plain], uniform[plain])
+    rows = (~is_filtered).nonzero().squeeze(-1)
+    if len(rows):
+        tokens[rows] = _draw_plain(_take(logits, rows), filters.temperature[rows], uniform[rows])
     rows = is_filtered.nonzero().squeeze(-1)
+    if len(rows):
+        scaled, filters, uniform = _take(logits, rows).float(), filters.rows(rows), uniform[rows]
+        scaled = (scaled - scaled.amax(-1, keepdim=True)).div_(_divisor(filters.temperature))
     for count in (*(n for n in CANDIDATES if n < vocab), vocab):
         if not len(rows):
             break
-        drawn, settled = _draw_filtered(scaled[rows], filters.rows(rows), uniform[rows], count)
+        drawn, settled = _draw_filtered(scaled, filters, uniform, count)
         tokens[rows] = drawn
-        rows = rows[~settled]
+        left = (~settled).nonzero().squeeze(-1)
+        rows, scaled, filters, uniform = rows[left], scaled[left], filters.rows(left), uniform[left]
     return tokens
 
 
-def _scale(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """float32; the largest is 0, so that the smallest temperatures overflow nothing."""
-    logits = logits.float()
-    return (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None]
+def _take(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Those rows; no copy where they are all."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
-def _draw_plain(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    return _invert(scaled.exp().cumsum(-1, dtype=torch.float64), uniform)
+def _divisor(temperature: torch.Tensor) -> torch.Tensor:
+    """(rows, 1). Logits are divided once their largest is 0, so that the smallest temperatures overflow nothing."""
+    return temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None]
+
+
+def _draw_plain(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """In two levels, since a float64 running sum of whole rows is most of the time that a draw takes."""
+    num_rows, vocab = logits.shape
+    num_runs = -(-vocab // RUN)
+    weights = torch.full((num_rows, num_runs * RUN), -torch.inf, device=logits.device)
+    torch.sub(logits, logits.amax(-1, keepdim=True), out=weights[:, :vocab])
+    weights.div_(_divisor(temperature)).exp_()
+    runs = weights.view(num_rows, num_runs, RUN)
+    cumulative = runs.sum(-1).double().cumsum(-1)
+    run = _invert(cumulative, uniform * cumulative[:, -1])[:, None]
+    before = torch.where(run > 0, cumulative.gather(-1, (run - 1).clamp(min=0)), 0.0).squeeze(-1)
+    inner = runs.gather(1, run[:, :, None].expand(-1, -1, RUN)).squeeze(1).double().cumsum(-1)
+    return run.squeeze(-1) * RUN + _invert(inner, uniform * cumulative[:, -1] - before)
 
 
 def _draw_filtered(
@@ -154,7 +174,7 @@ def _draw_filtered(
     # Of those that tie with the last candidate, others may have been left out.
     settled = (values.gather(-1, last[:, None]).squeeze(-1) > values[:, -1]) | (count == vocab)
     cumulative = torch.minimum(cumulative, cumulative.gather(-1, last[:, None]))
-    places = _invert(cumulative, uniform)
+    places = _invert(cumulative, uniform * cumulative[:, -1])
     return ids.gather(-1, places[:, None]).squeeze(-1), settled
 
 
@@ -168,12 +188,12 @@ def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return order.values, ids.gather(-1, order.indices)
 
 
-def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first place whose cumulative weight exceeds uniform * total, per row."""
+def _invert(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first place whose cumulative weight exceeds the target, per row."""
     total = cumulative[:, -1:].contiguous()
     cumulative = cumulative.contiguous()
-    places = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
-    # Rounding may bring uniform * total to the total itself: the last place that has weight.
+    places = torch.searchsorted(cumulative, target[:, None].contiguous(), right=True)
+    # Rounding may bring the target to the total itself: the last place that has weight.
     return torch.minimum(places, torch.searchsorted(cumulative, total)).squeeze(-1)
 
 
