@@ -1,4 +1,9 @@
-"""One model's engine: requests go in, steps are made, outputs come out. Knows when an answer ends. No torch."""
+"""One model's engine: requests go in, steps are made, outputs come out. Knows when an answer ends. No torch.
+
+Where the runner can, one step runs ahead: while the device computes step n, step n + 1 is planned and launched, and only
+then are n's tokens waited for. A token that ends its request is so noticed one step late; what was computed beyond it is
+dropped.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,17 +25,32 @@ from schemas.inference import (
 )
 
 
+class Launched(Protocol):
+    """A step under way."""
+
+    def collect(self) -> SampledTokens:
+        """Waits for it. One entry per run that samples, in the plan's order."""
+        ...
+
+
 class Runner(Protocol):
     """Carries plans out."""
 
     @property
-    def step_seconds(self) -> Mapping[str, float]:
-        """Totals of the parts of `execute`."""
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step is done, and takes runs whose last token is not known yet."""
         ...
 
-    def execute(self, plan: StepPlan) -> SampledTokens:
-        """One entry per run that samples, in the plan's order."""
+    def needs_known_tokens(self, inference: InferenceRequest) -> bool:
+        """Whether choosing this request's next token takes the last one on the host: penalties, labels."""
         ...
+
+    @property
+    def step_seconds(self) -> Mapping[str, float]:
+        """Totals of a step's parts."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Launched: ...
 
     def release(self, request: Request) -> None:
         """The request has ended: forget it. Also for one that was never executed."""
@@ -42,6 +62,12 @@ class Text(Protocol):
 
     def append(self, token_id: int) -> str | None: ...
     def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    plan: StepPlan
+    launched: Launched
 
 
 @dataclass(slots=True)
@@ -78,13 +104,15 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._answers: dict[int, _Answer] = {}
+        self._under_way: _UnderWay | None = None
+        self._num_bound = 0  # unfinished requests whose next step needs the last token on the host
         self._ended: list[InferenceOutput] = []  # for the next step to give out
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_sampled_tokens = 0
         self._num_computed_tokens = 0
-        self._step_seconds = {"schedule": 0.0, "execute": 0.0, "update": 0.0}
+        self._step_seconds = {"schedule": 0.0, "execute": 0.0, "wait": 0.0, "update": 0.0}
 
     def add_request(self, inference: InferenceRequest) -> None:
         """Take a request in. One that cannot run is an output with a failure, given by the next step."""
@@ -101,6 +129,7 @@ class Engine:
                 InferenceOutput(inference.request_id, finish_reason="length", num_prompt_tokens=num_prompt_tokens)
             )
             return
+        self._num_bound += self._runner.needs_known_tokens(inference)
         self._answers[inference.request_id] = _Answer(
             request=self._scheduler.add(inference),
             text=self._text_factory(sampling.stop),
@@ -127,28 +156,50 @@ class Engine:
         """
         ended, self._ended = self._ended, []
         started = self._clock()
+        if self._num_bound and self._under_way is not None:
+            ended += self._collect()
+        previous, self._under_way = self._under_way, None
         plan = self._scheduler.schedule()
-        if not (plan.scheduled or plan.preempted or plan.scrub):
-            return ended
         scheduled = self._clock()
-        for run in plan.scheduled:
-            if run.request.num_sampled_tokens == 0:
-                answer = self._answers[run.request.request_id]
-                if answer.first_scheduled is None:
-                    answer.first_scheduled = scheduled
-        try:
-            sampled = self._runner.execute(plan)
-        except BaseException:
-            self._scheduler.abandon(plan)
-            self._ended = ended
-            raise
+        self._step_seconds["schedule"] += scheduled - started
+        if plan.scheduled or plan.preempted or plan.scrub:
+            for run in plan.scheduled:
+                if run.request.num_sampled_tokens == 0:
+                    answer = self._answers[run.request.request_id]
+                    if answer.first_scheduled is None:
+                        answer.first_scheduled = scheduled
+            try:
+                launched = self._runner.launch(plan)
+            except BaseException:
+                self._scheduler.abandon(plan)
+                self._ended = ended
+                if previous is not None:
+                    self._ended += self._finish_step(previous.plan, previous.launched)
+                raise
+            self._step_seconds["execute"] += self._clock() - scheduled
+            if self._runner.runs_ahead:
+                self._under_way = _UnderWay(plan, launched)
+            else:
+                ended += self._finish_step(plan, launched)
+        if previous is not None:
+            ended += self._finish_step(previous.plan, previous.launched)
+        return ended
+
+    def _collect(self) -> list[InferenceOutput]:
+        """The step under way, if any, to its end."""
+        under_way, self._under_way = self._under_way, None
+        return self._finish_step(under_way.plan, under_way.launched) if under_way is not None else []
+
+    def _finish_step(self, plan: StepPlan, launched: Launched) -> list[InferenceOutput]:
+        """Waits for a step; the outputs of the requests that it ended."""
+        started = self._clock()
+        sampled = launched.collect()
         executed = self._clock()
         at_length = self._scheduler.update(plan, sampled)
-        ended += self._take(plan, sampled, {request.request_id for request in at_length}, executed)
+        ended = self._take(plan, sampled, {request.request_id for request in at_length}, executed)
         self._num_steps += 1
         self._num_computed_tokens += plan.num_tokens
-        self._step_seconds["schedule"] += scheduled - started
-        self._step_seconds["execute"] += executed - scheduled
+        self._step_seconds["wait"] += executed - started
         self._step_seconds["update"] += self._clock() - executed
         return ended
 
@@ -172,15 +223,17 @@ class Engine:
 
     def _take(
         self, plan: StepPlan, sampled: SampledTokens, at_length: set[int], now: float
-    ) -> Iterable[InferenceOutput]:
+    ) -> list[InferenceOutput]:
         """Give each sampled token to its answer; the outputs of those that it ended."""
-        outputs = []
+        outputs: list[InferenceOutput] = []
         rows = zip(sampled.token_ids, sampled.logprobs, sampled.finite, strict=True)
         for run in plan.scheduled:
             if not run.samples:
                 continue
             token_id, logprobs, finite = next(rows)
-            answer = self._answers[run.request.request_id]
+            answer = self._answers.get(run.request.request_id)
+            if answer is None or answer.request is not run.request:
+                continue  # it ended while this step was under way: its token means nothing
             if answer.first_sampled is None:
                 answer.first_sampled = now
             if not finite:
@@ -232,6 +285,7 @@ class Engine:
         self._scheduler.finish(request)
         self._runner.release(request)
         del self._answers[request.request_id]
+        self._num_bound -= self._runner.needs_known_tokens(request.inference)
         self._num_prompt_tokens += request.num_prompt_tokens
         self._num_cached_tokens += request.num_cached_tokens
         self._num_sampled_tokens += request.num_sampled_tokens

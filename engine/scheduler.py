@@ -1,8 +1,11 @@
 """Decides what each step computes: which requests, how many of their tokens, in which blocks. No torch.
 
 There is no prefill phase and no decode phase. A request has tokens known and tokens computed; a step closes the gap,
-within a budget of tokens. Blocks for all known tokens are taken at admission, one more whenever decoding crosses into
-it, and all are given back in one place.
+within a budget of tokens. The next step may be planned before the tokens of the one under way are known: a request that
+waits for its token has none left to compute, and is planned one token ahead of what is known of it.
+
+Blocks for all known tokens are taken at admission, one more whenever decoding crosses into it, and all are given back
+in one place.
 """
 
 from bisect import insort
@@ -104,12 +107,15 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step. Its runs count as computed from now on: carry it out, then `update`, or else `abandon`."""
         plan = StepPlan(preempted=self._returned, scrub=self._scrub)
+        num_returned = len(plan.preempted)
         self._returned, self._scrub, self._published = [], [], []
         self._make_way_for_priority(plan)
         num_preempted = len(plan.preempted)
         self._continue_running(plan, self._max_tokens_per_step)
         if len(plan.preempted) == num_preempted:  # else blocks are short: what was just preempted would come back
-            self._admit_waiting(plan, self._max_tokens_per_step - plan.num_tokens)
+            # One preempted just now may have a token on its way, and cannot start again before it is there.
+            not_yet = {request.request_id for request in plan.preempted[num_returned:]}
+            self._admit_waiting(plan, self._max_tokens_per_step - plan.num_tokens, not_yet)
         self._watch_progress(plan)
         return plan
 
@@ -186,8 +192,11 @@ class Scheduler:
         for request in tuple(self._running):
             if request.state is not RequestState.RUNNING:
                 continue  # preempted for one before it
-            if len(request.token_ids) - request.num_computed_tokens > 1:
+            num_left = len(request.token_ids) - request.num_computed_tokens
+            if num_left > 1:
                 prefilling.append(request)
+            elif num_left == 0 and len(request.token_ids) + 1 >= self._max_length(request.inference):
+                continue  # the token that ends it is on its way
             elif budget > 0 and self._grow(request, plan):
                 self._run(request, 1, plan)
                 budget -= 1
@@ -199,10 +208,12 @@ class Scheduler:
                 self._run(request, count, plan)
                 budget -= count
 
-    def _admit_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _admit_waiting(self, plan: StepPlan, budget: int, not_yet: set[int]) -> None:
         """In order; one that does not fit holds back those behind it, so that it is not passed by for ever."""
         growth: int | None = None
         while budget > 0 and len(self._running) < self._max_running and (request := self._head()) is not None:
+            if request.request_id in not_yet:
+                return
             growth = self._expected_growth() if growth is None else growth
             cached = self._match(request)
             if not self._fits(request, cached, growth):
@@ -285,7 +296,7 @@ class Scheduler:
 
     def _run(self, request: Request, count: int, plan: StepPlan) -> None:
         start = request.num_computed_tokens
-        samples = start + count == len(request.token_ids)
+        samples = start + count >= len(request.token_ids)
         plan.scheduled.append(ScheduledTokens(request, start, count, samples))
         request.num_computed_tokens += count
         if start < request.num_prompt_tokens or count > 1:

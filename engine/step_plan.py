@@ -42,3 +42,13 @@ class SampledTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # None where the request did not ask
     finite: list[bool] = field(default_factory=list)  # False: the row held NaN or infinity; its token means nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A launched step that was done at once."""
+
+    sampled: SampledTokens
+
+    def collect(self) -> SampledTokens:
+        return self.sampled

@@ -4,8 +4,9 @@ from engine.block_pool import BlockPool
 from engine.detokenizer import TextStream
 from engine.engine import Engine
 from engine.grammar import LabelSets
+from engine.request import Request
 from engine.scheduler import Scheduler
-from engine.step_plan import SampledTokens, StepPlan
+from engine.step_plan import DoneStep, SampledTokens, StepPlan
 from schemas.errors import FailureCode
 from schemas.inference import InferenceOutput, InferenceRequest, RequestTiming, SamplingParams, TokenLogprobs
 from tests.fakes import FakeClock, FakeRunner, LetterTokenizer, tokens_alone
@@ -17,12 +18,16 @@ class ScriptedRunner:
     """Samples what it is told for each request, in order; a step takes a second of the clock."""
 
     def __init__(self, clock: FakeClock, script: dict[int, list[int]]) -> None:
+        self.runs_ahead = False
         self.step_seconds = {"forward": 1.5}
         self.released: list[int] = []
         self._clock = clock
         self._script = {request_id: list(tokens) for request_id, tokens in script.items()}
 
-    def execute(self, plan: StepPlan) -> SampledTokens:
+    def needs_known_tokens(self, inference: InferenceRequest) -> bool:
+        return False
+
+    def launch(self, plan: StepPlan) -> DoneStep:
         self._clock.advance(1.0)
         sampled = SampledTokens()
         for run in plan.scheduled:
@@ -32,18 +37,22 @@ class ScriptedRunner:
                 asked = run.request.inference.sampling.logprobs is not None
                 sampled.logprobs.append(TokenLogprobs(token_id, -0.5) if asked else None)
                 sampled.finite.append(True)
-        return sampled
+        return DoneStep(sampled)
 
-    def release(self, request: object) -> None:
-        self.released.append(request.request_id)  # type: ignore[attr-defined]
+    def release(self, request: Request) -> None:
+        self.released.append(request.request_id)
 
 
-def make_engine(runner: ScriptedRunner | FakeRunner, clock: FakeClock | None = None, **scheduler: int) -> Engine:
-    parts = {"block_size": 4, "max_model_len": 100, "max_tokens_per_step": 50, "max_running": 8, **scheduler}
-    num_blocks = parts.pop("num_blocks", 50)
+def make_engine(
+    runner: ScriptedRunner | FakeRunner,
+    clock: FakeClock | None = None,
+    num_blocks: int = 50,
+    max_tokens_per_step: int = 50,
+    max_running: int = 8,
+) -> Engine:
     return Engine(
         runner,
-        Scheduler(BlockPool(num_blocks), **parts),
+        Scheduler(BlockPool(num_blocks), 4, 100, max_tokens_per_step, max_running),
         text_factory=lambda stop: TextStream(LetterTokenizer(), stop),
         label_sets=LabelSets([EOS]),
         eos_token_ids=[EOS],
@@ -216,4 +225,4 @@ def test_the_stats_count_what_was_done() -> None:
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_sampled_tokens) == (10, 4, 4)
     assert stats.num_computed_tokens == 10 - 4 + 2
     assert (stats.num_steps, stats.num_running, stats.num_free_blocks, stats.num_cached_blocks) == (2, 0, 49, 1)
-    assert stats.step_seconds == {"schedule": 0.0, "execute": 2.0, "update": 0.0, "forward": 1.5}
+    assert stats.step_seconds == {"schedule": 0.0, "execute": 2.0, "wait": 0.0, "update": 0.0, "forward": 1.5}

@@ -29,6 +29,7 @@ class Setup:
     max_model_len: int
     prefix_caching: bool
     is_hopeful: bool  # expects outputs of no length, so that memory runs out
+    runs_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,26 +51,27 @@ class Arrival:
 
 setups = st.builds(
     Setup,
-    num_blocks=st.integers(2, 24),
+    num_blocks=st.integers(2, 24) | st.integers(10, 40),
     block_size=st.sampled_from([1, 2, 3, 4, 8]),
     max_tokens_per_step=st.integers(1, 40),
     max_running=st.integers(1, 8),
     max_model_len=st.integers(2, 60),
     prefix_caching=st.booleans(),
     is_hopeful=st.booleans(),
+    runs_ahead=st.booleans(),
 )
 arrivals = st.builds(
     Arrival,
     stem=st.integers(0, 1),
-    stem_length=st.integers(0, 24),
+    stem_length=st.integers(0, 24) | st.integers(12, 24),
     tail=st.lists(st.integers(0, 5), max_size=4).map(tuple),
     max_tokens=st.integers(0, 12),
     priority=st.integers(-1, 1),
     ignore_eos=st.booleans(),
-    at_step=st.integers(0, 20),
+    at_step=st.integers(0, 4) | st.integers(0, 20),
 )
 aborts = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 14)), max_size=4)  # (at step, request)
-failures = st.sets(st.integers(0, 30), max_size=2)  # steps whose execution raises
+failures = st.sets(st.integers(0, 12), max_size=3)  # steps whose execution raises
 
 
 def make_engine(setup: Setup) -> tuple[Engine, Scheduler, FakeRunner]:
@@ -84,7 +86,7 @@ def make_engine(setup: Setup) -> tuple[Engine, Scheduler, FakeRunner]:
     )
     if setup.is_hopeful:
         scheduler._num_sampled_tokens = 0
-    runner = FakeRunner(setup.num_blocks, setup.block_size)
+    runner = FakeRunner(setup.num_blocks, setup.block_size, runs_ahead=setup.runs_ahead)
     engine = Engine(
         runner,
         scheduler,
