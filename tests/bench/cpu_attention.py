@@ -16,6 +16,7 @@ import torch
 from kernels.cpu_attention import CpuAttention
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 24, 14, 2, 64, 16
+GROUP = NUM_HEADS // NUM_KV_HEADS
 SHARED_TOKENS = 400
 
 
@@ -66,7 +67,7 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
     scale = HEAD_SIZE**-0.5
 
     def plan_step() -> None:
-        attention.prepare(block_tables, query_starts, lengths, *maxima).segments_for(BLOCK_SIZE, None)
+        attention.prepare(block_tables, query_starts, lengths, *maxima).segments_for(BLOCK_SIZE, GROUP, None)
 
     plan = attention.prepare(block_tables, query_starts, lengths, *maxima)
 
@@ -78,8 +79,9 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
         row_by_row(query, keys[0], values[0], block_tables, rows)
 
     ours, theirs = best_ms(step) / NUM_LAYERS, best_ms(baseline, 5)
-    segments = plan.segments_for(BLOCK_SIZE, None)
-    keys_read = sum(part.key_slots.numel() for part in (*segments.causal, *segments.padded, *segments.dense))
+    segments = plan.segments_for(BLOCK_SIZE, GROUP, None)
+    keys_read = sum(part.key_slots.numel() for part in (*segments.causal, *segments.dense))
+    keys_read += sum(part.key_slots.numel() for part in segments.padded)
     print(
         f"{name:34} {str(dtype)[6:]:9} {ours:7.2f} ms a layer, plan {best_ms(plan_step, 5):6.2f} ms; row by row "
         f"{theirs:7.2f} ms a layer ({theirs / ours:4.1f} times); {keys_read} keys read for {int(lengths.sum())} named"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import paged_attention_cpu, paged_attention_reference, paged_attention_triton
+from kernels.cpu_attention import CpuAttention, CpuAttentionPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The truth rounds once, at its end; the others round weights (Triton) or parts of the sum (CPU) as well.
@@ -22,7 +23,9 @@ class Step:
     scale: float
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return (
             self.query, self.key_cache, self.value_cache, self.block_tables, self.query_starts, self.sequence_lengths,
         )  # fmt: skip
@@ -34,8 +37,20 @@ class Step:
         return paged_attention_triton(*self.tensors, *self.maxima(), self.scale, sliding_window)
 
     def cpu(self, sliding_window: int | None = None) -> torch.Tensor:
-        tensors = [tensor.cpu() if tensor.is_cuda else tensor for tensor in self.tensors]
-        return paged_attention_cpu(*tensors, *self.maxima(), self.scale, sliding_window).to(self.query.device)
+        step = self.on_cpu()
+        return paged_attention_cpu(*step.tensors, *self.maxima(), self.scale, sliding_window).to(self.query.device)
+
+    def on_cpu(self) -> "Step":
+        if not self.query.is_cuda:
+            return self  # strides and all
+        query, key_cache, value_cache, block_tables, query_starts, lengths = (tensor.cpu() for tensor in self.tensors)
+        return Step(query, key_cache, value_cache, block_tables, query_starts, lengths, self.scale)
+
+    def cpu_plan(self) -> CpuAttentionPlan:
+        step = self.on_cpu()
+        return CpuAttention().prepare(
+            step.block_tables, step.query_starts, step.sequence_lengths, *self.maxima()
+        )
 
     def maxima(self) -> tuple[int, int]:
         num_queries = self.query_starts.diff()
@@ -43,7 +58,7 @@ class Step:
             return 0, 0
         return int(num_queries.max()), int(self.sequence_lengths.max())
 
-    def paths(self) -> dict[str, "torch.Tensor"]:
+    def paths(self) -> dict[str, torch.Tensor]:
         return {"cpu": self.cpu(), "triton": self.triton()}
 
 

@@ -1,5 +1,7 @@
 """Over random mixed steps, CPU path, truth and Triton kernel say the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from tests.kernels.paged import TOLERANCE, largest_difference, make_step
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @st.composite
@@ -49,11 +51,14 @@ def test_all_paths_agree(
     pasts=st.lists(st.integers(0, 600), min_size=1, max_size=24),
     chunks=st.lists(st.sampled_from([1, 1, 1, 3, 20, 90]), min_size=24, max_size=24),
     shared_blocks=st.integers(0, 30),
+    contiguous=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_the_cpu_path_agrees_on_steps_with_shared_prefixes(
-    pasts: list[int], chunks: list[int], shared_blocks: int, seed: int
+    pasts: list[int], chunks: list[int], shared_blocks: int, contiguous: bool, seed: int
 ) -> None:
     rows = [(chunk, past + chunk) for past, chunk in zip(pasts, chunks, strict=False)]
     step = make_step(rows, 4, 2, 16, 16, shared_blocks=shared_blocks, peak=3.0, seed=seed)
+    if contiguous:
+        step = replace(step, key_cache=step.key_cache.contiguous(), value_cache=step.value_cache.contiguous())
     assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[torch.float32]
