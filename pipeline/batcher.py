@@ -35,33 +35,26 @@ class _Waiting(Generic[T]):
         self.is_urgent = False
 
 
-class _Lap(Generic[T]):
+class _Lap:
     """One priority class: its documents in prefix order, and how far the walk has come.
 
-    keys    [0, cursor)    arrived behind the walk: they wait for its next lap
-            [cursor, end)  still ahead in this one
+    [.., last_taken)  arrived behind the walk: they wait for its next lap
+    (last_taken, ..]  still ahead in this one
     """
 
-    __slots__ = ("cursor", "keys")
+    __slots__ = ("keys", "last_taken")
 
     def __init__(self) -> None:
         self.keys: list[_Key] = []
-        self.cursor = 0
+        self.last_taken: _Key | None = None  # None: at the beginning of a lap
 
     def add(self, key: _Key) -> None:
-        at = bisect_left(self.keys, key)
-        self.keys.insert(at, key)
-        # On the boundary itself the document is ahead only where it sorts after what was last taken. That key is
-        # gone; a key that lands at `cursor` sorts before the next one ahead, so it may join this lap.
-        if at < self.cursor:
-            self.cursor += 1
+        insort(self.keys, key)
 
     def remove(self, key: _Key) -> None:
         at = bisect_left(self.keys, key)
         assert self.keys[at] == key, "a waiting document is in its class until it is taken"
         del self.keys[at]
-        if at < self.cursor:
-            self.cursor -= 1
 
 
 class PrefixBatcher(Generic[T]):
@@ -76,7 +69,7 @@ class PrefixBatcher(Generic[T]):
     def __init__(self, urgent_after_seconds: float) -> None:
         self._urgent_after_seconds = urgent_after_seconds
         self._waiting: dict[int, _Waiting[T]] = {}
-        self._laps: dict[int, _Lap[T]] = {}  # priority -> its class; empty classes are dropped
+        self._laps: dict[int, _Lap] = {}  # priority -> its class; empty classes are dropped
         self._becoming_urgent: list[tuple[float, int]] = []  # (urgent_at, sequence) of all in `_laps`, sorted
         self._urgent: list[int] = []  # this closed lap, last one first, so that pop() takes in order
         self._urgent_next: list[int] = []
@@ -178,7 +171,7 @@ class PrefixBatcher(Generic[T]):
         lap = self._laps[priority]
         chosen: list[_Waiting[T]] = []
         for _ in range(2):
-            start = end = lap.cursor
+            start = end = 0 if lap.last_taken is None else bisect_right(lap.keys, lap.last_taken)
             while end < len(lap.keys) and len(chosen) < room and budget > 0:
                 entry = self._waiting[lap.keys[end].sequence]
                 if entry.num_tokens > budget and not (must_take and not chosen):
@@ -187,10 +180,12 @@ class PrefixBatcher(Generic[T]):
                 chosen.append(entry)
                 budget -= entry.num_tokens
                 end += 1
-            del lap.keys[start:end]
-            if lap.cursor < len(lap.keys):
+            if end > start:
+                lap.last_taken = lap.keys[end - 1]
+                del lap.keys[start:end]
+            if start < len(lap.keys):
                 break
-            lap.cursor = 0  # the lap is done; the next begins at the front
+            lap.last_taken = None  # the lap is done; the next begins at the front
         self._drop_if_empty(priority)
         return chosen
 

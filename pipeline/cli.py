@@ -87,7 +87,7 @@ def submit(
 def results(
     job: Annotated[str | None, typer.Option("--job", help="Of this job only.")] = None,
     task: Annotated[str | None, typer.Option("--task", help="Of this task only.")] = None,
-    status: Annotated[Literal["answered", "failed"] | None, typer.Option("--status", help="answered or failed.")] = None,
+    status: Annotated[Literal["answered", "failed"] | None, typer.Option("--status")] = None,
     format_: Annotated[Literal["table", "jsonl"], typer.Option("--format")] = "table",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows; 50 in a table, else all.")] = None,
     config: ConfigOption = None,
@@ -132,7 +132,7 @@ def demo(
 
 @app.command()
 def schema(
-    of: Annotated[Literal["message", "row"], typer.Argument(help="The message that comes in, or the row that goes out.")],
+    of: Annotated[Literal["message", "row"], typer.Argument(help="What comes in, or what goes out.")],
 ) -> None:
     """Print the JSON Schema of the message format or of the result format."""
     from pipeline.json_schema import message_schema, row_schema

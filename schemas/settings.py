@@ -207,7 +207,8 @@ class _Given:
     def sentence(self, error: Any) -> str:
         """One pydantic error in our words."""
         key = ".".join(str(part) for part in error["loc"])
-        origin = next((o for k, o in self.origins.items() if key == k or key.startswith(k + ".")), None)
+        around = (o for k, o in self.origins.items() if f"{key}.".startswith(f"{k}.") or k.startswith(f"{key}."))
+        origin = next(around, None)
         where = f" ({origin})" if origin else ""
         message = str(error["msg"]).removeprefix("Value error, ")
         if error["type"] == "value_error":
