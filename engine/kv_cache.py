@@ -1,7 +1,10 @@
 """The pool of pages that holds every layer's keys and values."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -27,7 +30,7 @@ class KVCache:
         device: torch.device,
     ) -> "KVCache":
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_size)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
 
     def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values, each (num_blocks, block_size, num_kv_heads, head_size)."""
@@ -40,3 +43,17 @@ class KVCache:
     @property
     def block_size(self) -> int:
         return self.keys.shape[2]
+
+    def zero_blocks(self, block_ids: Sequence[int]) -> None:
+        """Clears pages that hold NaN or infinity, before somebody else gets them."""
+        indices = torch.tensor(block_ids, dtype=torch.int64, device=self.keys.device)
+        self.keys.index_fill_(1, indices, 0.0)
+        self.values.index_fill_(1, indices, 0.0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros are the system's: a page of memory is taken when it is first written, not all of them at start.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -224,7 +224,7 @@ def _refuse_unread(fields: _Fields) -> None:
     """What would change every answer and is not built: better refused than ignored."""
     if fields.values.get("quantization_config"):
         method = fields.values["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"{fields.where}: quantised weights ({method}) in safetensors are not supported; use a GGUF file")
+        raise ModelError(f"{fields.where}: quantised weights ({method}) in safetensors are not read; a GGUF file is")
     if (activation := fields.values.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ModelError(f"{fields.where}: hidden_act is {activation!r}; silu is supported")
 
@@ -236,7 +236,8 @@ def _rope_of_config(fields: _Fields, family: Family, max_positions: int) -> Rope
     kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
     theta = rope.number("rope_theta", fields.number("rope_theta", family.default_theta))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{rope.where}: partial_rotary_factor is {rope.values['partial_rotary_factor']}; 1 is supported")
+        share = rope.values["partial_rotary_factor"]
+        raise ModelError(f"{rope.where}: partial_rotary_factor is {share}; 1 is supported")
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":
@@ -288,8 +289,8 @@ def _token_ids(value: Any) -> frozenset[int]:
 
 
 def _checked(config: ModelConfig, where: str) -> ModelConfig:
-    positive = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_size")
-    for name in (*positive, "max_position_embeddings"):
+    sizes = "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_size"
+    for name in (*sizes.split(), "max_position_embeddings"):
         if getattr(config, name) < 1:
             raise ModelError(f"{where}: {name} is {getattr(config, name)}; 1 or more is needed")
     if config.num_heads % config.num_kv_heads:

@@ -5,7 +5,7 @@ per-row arrays. Decides nothing: what runs is the scheduler's, what is drawn the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.request import Request
-from engine.step_plan import SampledTokens, ScheduledTokens, StepPlan
+from engine.step_plan import DoneStep, SampledTokens, ScheduledTokens, StepPlan
+from schemas.inference import InferenceRequest
 
 
 class SamplerFace(Protocol):
@@ -91,7 +92,26 @@ class ModelRunner:
         self._sampler = sampler
         self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
         self._sampling: set[int] = set()  # request ids that the sampler knows
-        self.step_seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}  # totals; the device's work where it is waited for
+        # Totals. A device's work counts where it is waited for.
+        self._step_seconds = dict.fromkeys(("prepare", "forward", "sample"), 0.0)
+
+    @property
+    def step_seconds(self) -> Mapping[str, float]:
+        """Totals of a step's parts."""
+        return self._step_seconds
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Each step is done when `launch` returns."""
+        return False
+
+    def needs_known_tokens(self, inference: InferenceRequest) -> bool:
+        """Every request's next step reads its last token from the host."""
+        return True
+
+    def launch(self, plan: StepPlan) -> DoneStep:
+        """`execute`, in the engine's form of it."""
+        return DoneStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> SampledTokens:
@@ -99,6 +119,8 @@ class ModelRunner:
         started = time.perf_counter()
         for request in plan.preempted:
             self._rows.forget(request.request_id)
+        if plan.scrub:
+            self._cache.zero_blocks(plan.scrub)
         if not plan.scheduled:
             return SampledTokens()
         batch = self._prepare(plan.scheduled)
@@ -109,9 +131,9 @@ class ModelRunner:
         computed = time.perf_counter()
         sampled = self._sampler.sample(logits, sampling) if sampling else SampledTokens()
         ended = time.perf_counter()
-        self.step_seconds["prepare"] += prepared - started
-        self.step_seconds["forward"] += computed - prepared
-        self.step_seconds["sample"] += ended - computed
+        self._step_seconds["prepare"] += prepared - started
+        self._step_seconds["forward"] += computed - prepared
+        self._step_seconds["sample"] += ended - computed
         return sampled
 
     def release(self, request: Request) -> None:
@@ -145,7 +167,7 @@ def gather_batch(
     block_size: int,
     device: torch.device,
 ) -> ForwardBatch:
-    """The step's tensors. rows, starts, counts, samples: one entry per run, in the plan's order; counts are 1 or more."""
+    """The step's tensors. rows, starts, counts (1 or more), samples: one entry per run, in the plan's order."""
     ends = starts + counts
     query_starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_starts[1:])

@@ -55,6 +55,8 @@ class Decoder:
         """
         self.config = config
         self.device = device
+        self.num_tokens = num_tokens
+        self.num_positions = num_positions
         self._precision = precision or PlainPrecision()
         self._scale = config.head_size**-0.5
         self._layers: list[_Layer] = []
@@ -115,7 +117,7 @@ class Decoder:
     ) -> torch.Tensor:
         query = self._rotate_and_write(layer, qkv, batch, *cache.layer(layer_id))
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
-        attended = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
+        attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
 
     def _rotate_and_write(
@@ -130,7 +132,7 @@ class Decoder:
             )  # fmt: skip
         num_kv_heads = config.num_kv_heads
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * num_kv_heads, config.head_size)
-        query, key, value = heads.split((config.num_heads, num_kv_heads, num_kv_heads), dim=1)
+        query, key, value = torch.split(heads, [config.num_heads, num_kv_heads, num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
             key = rms_norm(key, layer.key_norm, config.rms_norm_eps)

@@ -16,9 +16,8 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight (out_features, in_features); it is packed here, so a caller who keeps no reference frees it."""
         self._bias = bias
-        self._is_packed = (
-            weight.device.type == "cpu" and weight.dtype in _PACKABLE and torch.backends.mkldnn.is_available()
-        )
+        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self._is_packed = weight.device.type == "cpu" and weight.dtype in _PACKABLE and has_onednn
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

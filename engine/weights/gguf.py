@@ -93,7 +93,7 @@ def block_format(tensor: GGUFTensor, path: Path) -> BlockFormat:
     form = _FORMATS.get(tensor.ggml_type) or _format_of_gguf_package(tensor, path)
     if not tensor.shape or tensor.shape[0] % form.block_elements:
         raise ModelError(
-            f"{path}: {tensor.name} has rows of {tensor.shape[:1]}, not a multiple of {form.block_elements} ({form.name})"
+            f"{path}: {tensor.name} has rows of {tensor.shape[:1]}; a multiple of {form.block_elements} is needed"
         )
     return form
 
@@ -162,7 +162,7 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:  # scale, 32 signed bytes
 
 
 def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """12 bytes hold 8 scales and 8 minimums of 6 bits: the last four of each have their high bits in the others' bytes."""
+    """12 bytes hold 8 scales and 8 minimums of 6 bits; the last four have their high bits in the first ones'."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | (first >> 2 & 48)), dim=1)
     minimums = torch.cat((second & 63, (third >> 4) | (second >> 2 & 48)), dim=1)

@@ -42,10 +42,8 @@ class SafetensorsCheckpoint:
         index = _read_index(folder)
         shards = sorted(set(index.values())) if index else [SINGLE_FILE]
         if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-            raise ModelError(
-                f"{folder} lacks {', '.join(missing)}"
-                + (f", of {len(shards)} shards that {INDEX_FILE} names; fetch it again" if index else "; is it a model?")
-            )
+            what = f", of {len(shards)} shards that {INDEX_FILE} names; fetch it again" if index else "; is it a model?"
+            raise ModelError(f"{folder} lacks {', '.join(missing)}{what}")
         for shard in shards:
             header, tensors = _open_shard(folder / shard)
             if twice := sorted(self._tensors.keys() & tensors.keys()):
@@ -99,7 +97,7 @@ def _open_shard(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
     if header_bytes > _MAX_HEADER_BYTES:
         raise ModelError(f"{path} is not a safetensors file: its header would have {header_bytes:,} bytes")
     if start > num_bytes:
-        raise ModelError(f"{path} is cut short: its header ends at {start:,}, it has {num_bytes:,} bytes; fetch it again")
+        raise ModelError(f"{path} is cut short: its header has {start:,} bytes, it has {num_bytes:,}; fetch it again")
     header = bytes(view[8:start])
     try:
         table: dict[str, Any] = json.loads(header)

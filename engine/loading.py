@@ -1,0 +1,237 @@
+"""From settings to a started engine: every part is read, checked against the others, and tried once."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.detokenizer import TextStream
+from engine.engine import Engine
+from engine.grammar import LabelSets
+from engine.kv_cache import KVCache
+from engine.memory import decide_kv_cache_tokens, free_bytes_for_cache, kv_bytes_per_token, worst_step_batch
+from engine.model_config import ModelConfig, read_gguf_config, read_model_config
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer
+from engine.weights.checkpoint import Checkpoint, stream_parameters
+from engine.weights.gguf import GGUFCheckpoint
+from engine.weights.gguf_metadata import is_gguf, read_gguf_metadata
+from engine.weights.safetensors import SafetensorsCheckpoint
+from schemas.errors import ModelError, SettingsError
+from schemas.inference import EngineInfo, EngineSettings, ModelSettings
+
+Progress = Callable[[str, float], None]  # part of start-up, fraction of it done
+
+MAX_VOCABULARY_PADDING = 1024  # rows that a checkpoint's vocabulary may have beyond the tokenizer's ids
+_CANARY_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The model's files, read and found to agree; the weights still on disk."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    eos_token_ids: frozenset[int]
+
+
+def load_engine(model: ModelSettings, engine: EngineSettings, progress: Progress) -> tuple[Engine, EngineInfo]:
+    """Raises ModelError or SettingsError, with what to do, before anything is served."""
+    clock = _StartClock(progress)
+    with clock.part("tokenizer"):
+        files = open_model(Path(model.path).expanduser())
+        fingerprint = files.checkpoint.fingerprint()
+    device = choose_device(model.device)
+    dtype = choose_dtype(model.dtype, device)
+    if device.type == "cpu" and engine.num_threads:
+        torch.set_num_threads(engine.num_threads)
+    max_model_len = _max_model_len(model, files.config)
+
+    with clock.part("weights"):
+        decoder = load_decoder(
+            files, dtype, device, max_model_len, progress=lambda fraction: progress("weights", fraction)
+        )
+    with clock.part("memory"):
+        kv_cache_tokens = _size_cache(decoder, engine, max_model_len)
+        cache = _allocate_cache(decoder, kv_cache_tokens // engine.block_size, engine.block_size)
+    with clock.part("canary"):
+        check_canary(decoder)
+
+    # A sequence longer than the whole cache could never run.
+    max_model_len = min(max_model_len, kv_cache_tokens)
+    identity = _identity(fingerprint, files.config)
+    label_sets = LabelSets(files.eos_token_ids, lambda: files.tokenizer.token_bytes)
+    runner = ModelRunner(decoder, cache, Sampler(label_sets), engine.max_running, max_model_len)
+    scheduler = Scheduler(
+        BlockPool(cache.num_blocks),
+        engine.block_size,
+        max_model_len,
+        engine.max_tokens_per_step,
+        engine.max_running,
+        identity,
+        engine.prefix_caching,
+    )
+    started = Engine(runner, scheduler, lambda stop: TextStream(files.tokenizer, stop), label_sets, files.eos_token_ids)
+    info = EngineInfo(
+        model=model.name or (files.path.stem if files.path.is_file() else files.path.resolve().name),
+        identity=identity,
+        weights=fingerprint,
+        vocab_size=files.tokenizer.vocab_size,
+        max_model_len=max_model_len,
+        block_size=engine.block_size,
+        kv_cache_tokens=kv_cache_tokens,
+        device=str(device),
+        start_seconds=clock.seconds,
+    )
+    return started, info
+
+
+def open_model(path: Path) -> LoadedModel:
+    """Reads config and tokenizer and opens the weights. Raises ModelError where a part is missing or disagrees."""
+    checkpoint: Checkpoint
+    if path.is_dir():
+        config = read_model_config(path)
+        checkpoint = SafetensorsCheckpoint(path)
+    elif is_gguf(path):
+        metadata = read_gguf_metadata(path)
+        config = read_gguf_config(metadata)
+        checkpoint = GGUFCheckpoint(metadata)
+    elif path.exists():
+        raise ModelError(f"{path} is neither a Hugging Face folder nor a GGUF file")
+    else:
+        raise ModelError(f"there is no model at {path}; model.path is a Hugging Face folder or a GGUF file")
+    tokenizer = Tokenizer.from_path(path)
+    check_vocabulary(tokenizer.vocab_size, config.vocab_size, path)
+    return LoadedModel(path, config, tokenizer, checkpoint, config.eos_token_ids | tokenizer.eos_token_ids)
+
+
+def check_vocabulary(tokenizer_size: int, vocab_size: int, path: Path) -> None:
+    """A checkpoint may pad its vocabulary a little; anything else means that the tokenizer is another model's."""
+    if not vocab_size - MAX_VOCABULARY_PADDING <= tokenizer_size <= vocab_size:
+        raise ModelError(
+            f"{path}: the tokenizer has {tokenizer_size:,} tokens and the model's vocabulary {vocab_size:,}; "
+            "they belong to different models"
+        )
+
+
+def load_decoder(
+    files: LoadedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_positions: int,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> Decoder:
+    """The weights, read and packed. Raises ModelError where the checkpoint's tensors are not this model's."""
+    parameters = stream_parameters(files.config, files.checkpoint, dtype, device, progress)
+    with torch.inference_mode():
+        return Decoder(files.config, parameters, files.tokenizer.vocab_size, num_positions, device)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, otherwise the CPU. Raises SettingsError for one not there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingsError(f'model.device is {name!r}; "auto", "cpu", "cuda" or "cuda:1" is expected') from error
+    if device.type not in ("cpu", "cuda"):
+        raise SettingsError(f"model.device is {name!r}; cpu and cuda are supported")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(f"model.device is {name!r}; there are {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The settings' dtype; float32 for bfloat16 on a CPU that would have to emulate it."""
+    dtype: torch.dtype = getattr(torch, name)
+    if device.type == "cpu" and dtype == torch.bfloat16 and not _cpu_has_bfloat16():
+        return torch.float32
+    return dtype
+
+
+@torch.inference_mode()
+def check_canary(decoder: Decoder) -> None:
+    """One small step over the vocabulary's first ids. Raises ModelError where its logits are not finite."""
+    num_tokens = min(_CANARY_TOKENS, decoder.num_positions)
+    batch, num_blocks = worst_step_batch(num_tokens, 1, num_tokens, _CANARY_TOKENS, decoder.device)
+    batch = replace(batch, token_ids=torch.arange(num_tokens, device=decoder.device) % decoder.num_tokens)
+    logits = decoder.logits(decoder.forward(batch, _allocate_cache(decoder, num_blocks, _CANARY_TOKENS)))
+    if not bool(torch.isfinite(logits[:, : decoder.num_tokens]).all()):
+        raise ModelError(
+            f"the model's first logits are not finite in {str(decoder.dtype).removeprefix('torch.')}: its weights are "
+            "damaged, or model.dtype is too narrow for them (bfloat16 and float32 reach further than float16)"
+        )
+
+
+def _cpu_has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _max_model_len(model: ModelSettings, config: ModelConfig) -> int:
+    if model.max_model_len > config.max_position_embeddings:
+        raise SettingsError(
+            f"model.max_model_len is {model.max_model_len:,}; the model's context is {config.max_position_embeddings:,}"
+        )
+    return model.max_model_len or config.max_position_embeddings
+
+
+def _size_cache(decoder: Decoder, settings: EngineSettings, max_model_len: int) -> int:
+    """kv_cache_tokens, from the settings and the memory that is left."""
+
+    @torch.inference_mode()
+    def worst_step() -> None:
+        batch, num_blocks = worst_step_batch(
+            settings.max_tokens_per_step, settings.max_running, max_model_len, settings.block_size, decoder.device
+        )
+        cache = _allocate_cache(decoder, num_blocks, settings.block_size)
+        decoder.logits(decoder.forward(batch, cache))
+
+    free_bytes = free_bytes_for_cache(settings, decoder.device, worst_step)
+    return decide_kv_cache_tokens(
+        settings, max_model_len, kv_bytes_per_token(decoder.config, decoder.dtype), free_bytes
+    )
+
+
+def _allocate_cache(decoder: Decoder, num_blocks: int, block_size: int) -> KVCache:
+    config = decoder.config
+    return KVCache.allocate(
+        config.num_layers,
+        num_blocks,
+        block_size,
+        config.num_kv_heads,
+        config.head_size,
+        decoder.dtype,
+        decoder.device,
+    )
+
+
+def _identity(fingerprint: str, config: ModelConfig) -> bytes:
+    """The root of block hashes: other weights, or another reading of them, never meet in a cache."""
+    return hashlib.blake2b(f"{fingerprint}\0{config!r}".encode(), digest_size=16).digest()
+
+
+class _StartClock:
+    """Seconds by part of start-up, and the parts' beginnings and ends told to whoever watches."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._progress(name, 0.0)
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+        self._progress(name, 1.0)

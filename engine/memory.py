@@ -1,0 +1,112 @@
+"""How many tokens of KV cache there is room for. The decision is a plain function; what it needs is measured here."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch
+from engine.model_config import ModelConfig
+from engine.model_runner import RequestRows, gather_batch
+from schemas.errors import SettingsError
+from schemas.inference import EngineSettings
+
+CPU_SHARE = 0.25  # of the memory that is free: others live there too
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Keys and values of all layers."""
+    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+
+
+def decide_kv_cache_tokens(settings: EngineSettings, max_model_len: int, bytes_per_token: int, free_bytes: int) -> int:
+    """A multiple of the block size: what the settings ask, or what `free_bytes` hold, at most what could ever be used.
+
+    Raises SettingsError where not even one block fits, or where the settings ask for more than there is.
+    """
+    block_size = settings.block_size
+    room = free_bytes // (bytes_per_token * block_size) * block_size
+    # Every request at its longest; beyond that the prefix cache alone would grow.
+    usable = settings.max_running * _round_up(max_model_len, block_size)
+    wanted = _round_up(settings.kv_cache_tokens, block_size) if settings.kv_cache_tokens else min(room, usable)
+    if wanted > room:
+        raise SettingsError(
+            f"engine.kv_cache_tokens is {settings.kv_cache_tokens:,}, which takes {wanted * bytes_per_token:,} bytes; "
+            f"{max(free_bytes, 0):,} are free for {room:,} tokens"
+        )
+    if wanted < block_size:
+        raise SettingsError(
+            f"no memory is left for the KV cache: {max(free_bytes, 0):,} bytes are free, one block of {block_size} "
+            f"tokens takes {block_size * bytes_per_token:,}; lower engine.max_tokens_per_step or raise "
+            "engine.memory_fraction"
+        )
+    return wanted
+
+
+def free_bytes_for_cache(
+    settings: EngineSettings, device: torch.device, worst_step: Callable[[], None] = lambda: None
+) -> int:
+    """Call it after the weights are loaded. On a GPU `worst_step` runs, the largest step that may come, and what it
+    takes at its peak is left free; on a CPU a quarter of the free memory is ours, or all of it for a size in the
+    settings.
+    """
+    if device.type == "cpu":
+        free = available_ram_bytes()
+        return free if settings.kv_cache_tokens else int(free * CPU_SHARE)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    worst_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # In use and not torch's: other processes, the CUDA context, libraries' workspaces.
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * settings.memory_fraction) - others - peak
+
+
+def available_ram_bytes() -> int:
+    """What this process may still take: the system's, within the limit of its control group where there is one."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: free pages are what is known
+    try:
+        limit, used = (_CGROUP / "memory.max").read_text().strip(), (_CGROUP / "memory.current").read_text()
+        if limit != "max":
+            free = min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        pass  # no control group of version 2
+    return max(free, 0)
+
+
+def worst_step_batch(
+    num_tokens: int, max_running: int, max_model_len: int, block_size: int, device: torch.device
+) -> tuple[ForwardBatch, int]:
+    """A step of `num_tokens` tokens in as many sampling rows as may come, and the number of blocks it needs."""
+    num_rows = max(min(max_running, num_tokens), -(-num_tokens // max_model_len))
+    counts = np.full(num_rows, num_tokens // num_rows, dtype=np.int64)
+    counts[: num_tokens % num_rows] += 1
+    blocks_per_row = int(-(-counts.max() // block_size))
+    rows = RequestRows.allocate(num_rows, int(counts.max()), block_size)
+    rows.block_tables[:] = np.arange(num_rows * blocks_per_row, dtype=np.int32).reshape(num_rows, blocks_per_row)
+    batch = gather_batch(
+        rows,
+        rows=np.arange(num_rows),
+        starts=np.zeros(num_rows, dtype=np.int64),
+        counts=counts,
+        samples=np.ones(num_rows, dtype=np.bool_),
+        block_size=block_size,
+        device=device,
+    )
+    return batch, num_rows * blocks_per_row
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
