@@ -93,12 +93,12 @@ def apply_rope(
     cos_of_token = cos.index_select(0, positions).unsqueeze(1)
     sin_of_token = sin.index_select(0, positions).unsqueeze(1)
     for x in (query, key):
-        rotated = x[..., : 2 * half].float()
-        first, second = rotated.chunk(2, dim=-1)
-        # Both before either is written: in float32 `first` and `second` are views of x.
-        new_first = first * cos_of_token - second * sin_of_token
-        new_second = second * cos_of_token + first * sin_of_token
-        x[..., :half], x[..., half : 2 * half] = new_first, new_second
+        first, second = x[..., : 2 * half].float().chunk(2, dim=-1)
+        # In float32, x.float() is x itself: both halves are worked out before either is written.
+        turned_first = torch.addcmul(first * cos_of_token, second, sin_of_token, value=-1)
+        turned_second = torch.addcmul(second * cos_of_token, first, sin_of_token)
+        x[..., :half] = turned_first
+        x[..., half : 2 * half] = turned_second
     return query, key
 
 
