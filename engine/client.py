@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from engine import protocol
 from engine.protocol import Message, MessageKind
-from schemas.errors import EngineError, ModelError
+from schemas.errors import EngineError, ModelError, PagemillError, SettingsError
 from schemas.inference import (
     EngineInfo,
     EngineSettings,
@@ -60,7 +60,7 @@ class EngineClient:
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
         self._last_heard = 0.0
-        self._lost: EngineError | ModelError | None = None
+        self._lost: PagemillError | None = None
         self._is_closing = False
 
     @property
@@ -71,8 +71,8 @@ class EngineClient:
     def start(self, timeout_seconds: float, on_progress: Callable[[str, float], None] | None = None) -> EngineInfo:
         """Start the process and wait until its model is loaded.
 
-        Raises ModelError where the model cannot be served, EngineError where the process cannot start, dies, or is not
-        ready in time; nothing is left running then.
+        Raises ModelError where the model cannot be served, SettingsError where it cannot be as the settings ask,
+        EngineError where the process cannot start, dies, or is not ready in time; nothing is left running then.
         """
         assert self._process is None, "a client starts one process; make another client for another process"
         deadline = time.monotonic() + timeout_seconds
@@ -218,7 +218,7 @@ class EngineClient:
                     raise self._read_to_the_end() from None
                 frame = frame[sent:]
 
-    def _read_to_the_end(self) -> EngineError | ModelError:
+    def _read_to_the_end(self) -> PagemillError:
         """Why the socket closed: the process may have said so before it went."""
         with self._receive_lock:
             while self._lost is None:
@@ -255,7 +255,7 @@ class EngineClient:
             for payload in self._reader.feed(received):
                 message = protocol.decode_message(payload)
                 if message[0] == MessageKind.FATAL:
-                    self._lose(ModelError(message[2]) if message[1] == "ModelError" else _failed(message[2]))
+                    self._lose(_failed(message[1], message[2]))
                     break
                 messages.append(message)
         except EngineError as error:
@@ -277,7 +277,7 @@ class EngineClient:
         assert self._sock is not None, "start() comes first"
         return self._sock
 
-    def _lose(self, error: EngineError | ModelError) -> EngineError | ModelError:
+    def _lose(self, error: PagemillError) -> PagemillError:
         """The process is of no use any more: note why (the first cause stays), end it, so that it frees its memory."""
         if self._lost is None:
             self._lost = error
@@ -302,7 +302,11 @@ class EngineClient:
         return EngineError(f"the engine process exited with status {status}; its last words are on standard error")
 
 
-def _failed(sentence: str) -> EngineError:
+def _failed(name: str, sentence: str) -> PagemillError:
+    """What the process said it failed with; the names of what start-up may raise are kept."""
+    for kind in (ModelError, SettingsError):
+        if name == kind.__name__:
+            return kind(sentence)
     return EngineError(f"the engine failed: {sentence}")
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from engine import protocol
 from engine.protocol import Message, MessageKind
-from schemas.errors import EngineError, ModelError
+from schemas.errors import EngineError, PagemillError
 from schemas.inference import (
     EngineInfo,
     EngineSettings,
@@ -180,11 +180,11 @@ def run(descriptor: int, load: LoadEngine) -> int:
             _carry_out(message, engine)
         serve(connection, engine)
     except BaseException as error:
-        if not isinstance(error, ModelError):
+        if isinstance(error, PagemillError):
+            name, sentence = type(error).__name__, str(error)
+        else:
+            name, sentence = "EngineError", traceback.format_exception_only(error)[-1].strip()
             traceback.print_exc()
-        ours = isinstance(error, ModelError | EngineError)
-        sentence = str(error) if ours else traceback.format_exception_only(error)[-1].strip()
-        name = "ModelError" if isinstance(error, ModelError) else "EngineError"
         with contextlib.suppress(OSError):  # the worker may be gone
             connection.send((MessageKind.FATAL, name, sentence))
     return 1

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine import process
-from schemas.errors import Failure, FailureCode, ModelError, Stage
+from schemas.errors import Failure, FailureCode, ModelError, SettingsError, Stage
 from schemas.inference import (
     EngineInfo,
     EngineSettings,
@@ -38,6 +38,7 @@ class Behaviour:
     requests_per_step: int = 256
     load_seconds: float = 0.0
     model_error: str = ""  # what loading fails with
+    settings_error: str = ""
     die_after: int = -1  # as by kill -9
     fail_after: int = -1  # the step raises
     hang_after: int = -1  # the step does not end
@@ -160,6 +161,8 @@ def main(arguments: Sequence[str]) -> int:
         time.sleep(behaviour.load_seconds)
         if behaviour.model_error:
             raise ModelError(behaviour.model_error)
+        if behaviour.settings_error:
+            raise SettingsError(behaviour.settings_error)
         progress("weights", 1.0)
         info = EngineInfo(
             model=model.name or "fake",

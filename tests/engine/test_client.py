@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from engine.client import EngineClient
-from schemas.errors import EngineError, ModelError
+from schemas.errors import EngineError, ModelError, SettingsError
 from schemas.inference import (
     EngineInfo,
     EngineSettings,
@@ -179,6 +179,14 @@ def test_a_model_that_cannot_be_served_is_a_model_error_with_its_sentence() -> N
         client.start(60.0)
     assert client.process_id is not None
     assert not is_running(client.process_id)
+
+
+def test_settings_that_the_model_cannot_have_are_a_settings_error_with_its_sentence() -> None:
+    client = EngineClient(
+        ModelSettings(), EngineSettings(), fake_engine_command(settings_error="no room for the cache")
+    )
+    with pytest.raises(SettingsError, match=r"^no room for the cache$"):
+        client.start(60.0)
 
 
 def test_an_engine_that_is_not_ready_in_time_is_ended() -> None:
