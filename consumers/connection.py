@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from kafka.errors import KafkaError, SaslAuthenticationFailedError
+from kafka.errors import KafkaConnectionError, KafkaError, SaslAuthenticationFailedError
 from kafka.net.compat import KafkaNetClient
 
 from schemas.errors import SettingsError, SourceError
@@ -69,20 +69,29 @@ def check_connection(settings: KafkaSettings) -> None:
 
 async def _connect(manager: Any, node_id: Any, timeout_seconds: float) -> None:
     connection = manager.get_connection(node_id, timeout_ms=_milliseconds(timeout_seconds), pop_on_close=False)
-    await manager.wait_for(connection.init_future, _milliseconds(timeout_seconds))
+    try:
+        await manager.wait_for(connection.init_future, _milliseconds(timeout_seconds))
+    except KafkaConnectionError as error:
+        # A broker answers a wrong password and closes at once, and kafka-python 3.0.12 drops the answer with the
+        # connection: all that is left is how far it came. The versions are asked before the password is sent.
+        if connection.sasl_enabled and connection.broker_version_data is not None:
+            raise SaslAuthenticationFailedError("the broker closed the connection at the password") from error
+        raise
+    # A listener that wants a password tells its versions to everybody, and nothing more.
+    await manager.cluster.refresh_metadata(node_id)
 
 
 def _reason(error: BaseException, settings: KafkaSettings) -> str:
     text = str(error) or type(error).__name__
-    if "refused" in text:
+    if "ECONNREFUSED" in text or "refused" in text:
         return "nobody listens there (connection refused)"
-    if "getaddrinfo" in text or "Name or service" in text or "not known" in text or "resolve" in text.lower():
-        return f"the name does not resolve ({text})"
+    if "DNS" in text:
+        return "the name does not resolve"
     if "imed out" in text or "imeout" in text:
         return f"no answer within {settings.connect_timeout_seconds:g} s ({text})"
     if settings.security_protocol.endswith("SSL"):
-        return f"no TLS connection ({text}); is it a TLS listener, and is kafka.ssl_ca_file its authority?"
-    return f"{text}; is kafka.security_protocol = {settings.security_protocol!r} what this listener speaks?"
+        return f"no TLS connection ({text}); is it a TLS listener, and kafka.ssl_ca_file its authority"
+    return f"{text}; is kafka.security_protocol = {settings.security_protocol!r} what this listener speaks"
 
 
 def _sasl_password(settings: KafkaSettings) -> str:

@@ -131,7 +131,6 @@ class DeadLetterWriter:
                 linger_ms=5,
                 max_block_ms=10_000,
                 max_request_size=self._max_bytes + 2**20,
-                buffer_memory=max(32 * 2**20, 4 * self._max_bytes),
             )
         except KafkaError as error:
             raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} does not answer: {error}") from error

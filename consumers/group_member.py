@@ -108,6 +108,8 @@ class GroupMember:
         except Exception as error:
             self._failed = True
             self._raise_unreadable(error)
+        self._keep_joining()
+        self._check_topic_ids()
         self._track_assignment()
         raws: list[RawMessage] = []
         for (topic, partition), records in batches.items():
@@ -146,18 +148,6 @@ class GroupMember:
         except RetriableError:
             pass
         return False
-
-    def check_topic_ids(self) -> None:
-        """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""
-        for topic in self._settings.topics:
-            topic_id = self._consumer._cluster.topic_id(topic)
-            known = self._topic_ids.setdefault(topic, topic_id) if topic_id is not None else None
-            if known is not None and known != topic_id:
-                self._failed = True
-                raise SourceError(
-                    f"the topic {topic} was deleted and made again while we were reading it: the offsets that we "
-                    "hold belong to the old one. Start the worker again; it reads the new topic from its beginning."
-                )
 
     def close(self, timeout_seconds: float) -> None:
         """Commits what is complete, leaves the group, and forgets its partitions."""
@@ -214,6 +204,24 @@ class GroupMember:
             if (topic, partition) not in self._tracker.partitions:
                 epoch = self._tracker.assign((topic, partition))
                 logger.info("partition assigned", extra={"topic": topic, "partition": partition, "epoch": epoch})
+
+    def _keep_joining(self) -> None:
+        """A join that outlasts one poll is forgotten by kafka-python 3.0.12 where new metadata had caused it: the
+        member then heartbeats for ever and reads nothing. Asking again is harmless; a join under way is kept."""
+        if not self.is_stable:
+            self._consumer._coordinator.request_rejoin()
+
+    def _check_topic_ids(self) -> None:
+        """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""
+        for topic in self._settings.topics:
+            topic_id = self._consumer._cluster.topic_id(topic)
+            known = self._topic_ids.setdefault(topic, topic_id) if topic_id is not None else None
+            if known is not None and known != topic_id:
+                self._failed = True
+                raise SourceError(
+                    f"the topic {topic} was deleted and made again while we were reading it: the offsets that we "
+                    "hold belong to the old one. Start the worker again; it reads the new topic from its beginning."
+                )
 
     def _begin_at_the_earliest(self, partitions: Iterable[TopicPartition]) -> None:
         """The group has never committed these: a new group, or a new partition."""

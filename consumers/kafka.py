@@ -25,7 +25,6 @@ MAX_RECORDS_PER_READ = 1000
 _READ_SECONDS = 0.1  # how long a read waits for records; completions wait for it
 _HELD_READ_SECONDS = 0.05  # while paused: a read then is only a sign of life
 _RESUME_BELOW = 0.75  # of the high marks
-_TOPIC_CHECK_SECONDS = 2.0
 _END_LOOKUP_SECONDS = 0.25
 _CLOSE_SECONDS = 10.0
 
@@ -51,18 +50,22 @@ class KafkaSource:
 
         self._has_assignment = False
         self._holds = False
-        self._mean_bytes = 1024.0  # of the messages of late
+        self._record_bytes = float(settings.max_document_bytes)  # of the messages of late; until then the most
         self._is_at_end = False
         self._end_wanted = False
-        self._end_looked_up_at = self._topics_checked_at = clock()
+        self._end_looked_up_at = clock()
 
     # --- the face: any thread ---
 
     def start(self) -> None:
         """Connects, checks the topics (the dead-letter topic is made where it is missing), joins the group."""
         ensure_topics(self._settings)
-        self._member.connect()
         self._dead_letters.start()
+        try:
+            self._member.connect()
+        except SourceError:
+            self._dead_letters.close(0.0)
+            raise
         self._thread.start()
 
     def poll(self, max_documents: int, timeout_seconds: float) -> list[Document | RejectedDocument]:
@@ -149,19 +152,20 @@ class KafkaSource:
         if raws:
             self._is_at_end = False
             self._tracker.start(raws)
-            self._mean_bytes += (sum(raw.num_bytes for raw in raws) / len(raws) - self._mean_bytes) * 0.2
+            mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
+            self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
             self._hand_over([decode_document(raw, limit) for raw in raws])
         self._member.commit_if_due()
         self._has_assignment = self._member.is_stable
-        self._look_around()
+        self._look_for_the_end()
         self._hand_back_if_draining()
 
     def _room(self) -> int:
         """How many records fit under both high marks, at their size of late; at least one."""
         settings, tracker = self._settings, self._tracker
         by_count = settings.max_in_flight_documents - tracker.num_in_flight
-        by_size = int((settings.max_in_flight_bytes - tracker.num_bytes) / max(1.0, self._mean_bytes))
+        by_size = int((settings.max_in_flight_bytes - tracker.num_bytes) / self._record_bytes)
         return max(1, min(MAX_RECORDS_PER_READ, by_count, by_size))
 
     def _hold_or_resume(self) -> None:
@@ -193,12 +197,9 @@ class KafkaSource:
         while self._completions:
             self._tracker.complete(self._completions.popleft())
 
-    def _look_around(self) -> None:
-        """What is asked of the broker beside reading: whether topics are still the same, and where they end."""
+    def _look_for_the_end(self) -> None:
+        """Asks the broker where the partitions end, where somebody wants to know and nothing is in flight."""
         now = self._clock()
-        if now - self._topics_checked_at >= _TOPIC_CHECK_SECONDS:
-            self._topics_checked_at = now
-            self._member.check_topic_ids()
         idle = self._end_wanted and self._has_assignment and self._tracker.num_in_flight == 0
         if idle and not self._is_at_end and now - self._end_looked_up_at >= _END_LOOKUP_SECONDS:
             self._end_looked_up_at = now

@@ -1,0 +1,171 @@
+"""Several members of one group on a real broker: hand-overs, a death, and what the broker holds afterwards."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from consumers.kafka import KafkaSource
+from schemas.document import Document, RejectedDocument
+from schemas.errors import SourceError
+from tests.consumers.harness import (
+    BrokerView,
+    kafka_settings,
+    poll_until_it_stops,
+    produce,
+    prompts,
+    running,
+    take,
+    wait_until,
+)
+from tests.servers.kafka_broker import KafkaBroker
+
+pytestmark = pytest.mark.real_servers
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
+    view = BrokerView(kafka_broker.bootstrap_servers)
+    yield view
+    view.close()
+
+
+@contextmanager
+def member_process(bootstrap_servers: str, topic: str, assignor: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.consumers.member", bootstrap_servers, topic, assignor]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def partitions_of(documents: list[Document | RejectedDocument]) -> set[int]:
+    return {document.position.partition for document in documents}
+
+
+@pytest.mark.parametrize("assignor", ["cooperative-sticky", "range"])
+def test_a_killed_members_partitions_go_to_the_survivor_and_nothing_is_lost(
+    kafka_broker: KafkaBroker,
+    kafka_topic: Callable[..., str],
+    broker_view: BrokerView,
+    tmp_path: Path,
+    assignor: str,
+) -> None:
+    bootstrap_servers, topic = kafka_broker.bootstrap_servers, kafka_topic(num_partitions=4)
+    settings = kafka_settings(bootstrap_servers, topic, assignor=assignor)
+    log = tmp_path / "member.log"
+    ours: Counter[str] = Counter()
+
+    def read(source: KafkaSource) -> int:
+        """The number of documents that one of the two has read so far."""
+        documents = source.poll(100, 0.05)
+        ours.update(str(document.position) for document in documents)
+        source.complete([document.position for document in documents])
+        return len(ours.keys() | theirs())
+
+    def theirs() -> set[str]:
+        return set(log.read_text().split())
+
+    def send(num_documents: int) -> None:
+        for partition in range(4):
+            produce(bootstrap_servers, topic, prompts(*range(num_documents)), partition=partition)
+
+    with running(settings) as source:
+        with member_process(bootstrap_servers, topic, assignor, log) as member:
+            num_sent = 0
+            while not (ours and theirs()):  # until the rebalance has given the other member its part
+                send(5)
+                num_sent += 20
+                wait_until(lambda: read(source) == num_sent, f"one of the two has read each of {num_sent}")  # noqa: B023
+            member.kill()  # -9: it says nothing to the group
+            send(30)
+            wait_until(lambda: read(source) == num_sent + 120, "the survivor reads the rest")
+        wait_until(source.is_drained, "all is complete")
+    assert [broker_view.committed(settings, partition) for partition in range(4)] == [num_sent // 4 + 30] * 4
+    assert not [position for position, count in ours.items() if count > 1], "nothing twice in one member"
+
+
+@pytest.mark.parametrize("assignor", ["cooperative-sticky", "range"])
+def test_a_rebalance_keeps_what_is_in_flight_in_kept_partitions_and_fences_the_rest(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView, assignor: str
+) -> None:
+    bootstrap_servers, topic = kafka_broker.bootstrap_servers, kafka_topic(num_partitions=2)
+    settings = kafka_settings(bootstrap_servers, topic, assignor=assignor)
+    for partition in range(2):
+        produce(bootstrap_servers, topic, prompts(*range(5)), partition=partition)
+    with running(settings) as first:
+        held = take(first, 10)
+        with running(settings, "worker-2") as second:
+            redone = take(second, 5)  # the partition that moved begins again where it was committed: at 0
+            (moved,) = partitions_of(redone)
+            kept = [document.position for document in held if document.position.partition != moved]
+            fenced = [document.position for document in held if document.position.partition == moved]
+            wait_until(lambda: first.num_in_flight == 5, "only the kept partition is in flight here")
+            assert all(first.is_current(position) for position in kept)
+            assert not any(first.is_current(position) for position in fenced)
+            first.complete(fenced)  # too late: they belong to the other member
+            first.complete(kept)
+            wait_until(lambda: broker_view.committed(settings, 1 - moved) == 5, "the kept partition is committed")
+            assert broker_view.committed(settings, moved) in (None, 0)
+            produce(bootstrap_servers, topic, prompts("more"), partition=1 - moved)
+            (more,) = take(first, 1)
+            assert more.position.offset == 5, "a kept partition goes on, it does not start over"
+            first.complete([more.position])
+            second.complete([document.position for document in redone])
+            wait_until(lambda: broker_view.committed(settings, moved) == 5, "the other member commits the moved one")
+        wait_until(first.is_drained, "both partitions are back and read")
+    assert [broker_view.committed(settings, partition) for partition in (moved, 1 - moved)] == [5, 6]
+
+
+def test_commits_never_go_backwards_while_members_come_and_go(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    bootstrap_servers, topic = kafka_broker.bootstrap_servers, kafka_topic(num_partitions=2)
+    settings = kafka_settings(bootstrap_servers, topic, commit_interval_seconds=0.05)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    done: set[str] = set()
+
+    def step(*sources: KafkaSource) -> int:
+        for source in sources:
+            documents = source.poll(7, 0.02)
+            source.complete([document.position for document in reversed(documents)])
+            done.update(str(document.position) for document in documents)
+        for partition in seen:
+            seen[partition].append(broker_view.committed(settings, partition) or 0)
+        return len(done)
+
+    for partition in range(2):
+        produce(bootstrap_servers, topic, prompts(*range(300)), partition=partition)
+    with running(settings) as first:
+        for _ in range(10):
+            step(first)
+        with running(settings, "worker-2") as second:
+            for _ in range(60):
+                step(first, second)
+        wait_until(lambda: step(first) == 600, "all are done")
+        wait_until(first.is_drained, "and complete")
+    assert [broker_view.committed(settings, partition) for partition in range(2)] == [300, 300]
+    assert all(offsets == sorted(offsets) for offsets in seen.values())
+
+
+def test_a_second_worker_with_the_same_instance_id_stops_the_first_with_the_reason(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), group_instance_id="slot-1")
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts("a"))
+    with running(settings) as first:
+        (document,) = take(first, 1)
+        with running(settings, "worker-2") as second:
+            take(second, 1)
+            first.complete([document.position])  # its commit is what tells
+            with pytest.raises(SourceError, match="group_instance_id 'slot-1'"):
+                poll_until_it_stops(first, [])

@@ -1,0 +1,275 @@
+"""Reading, pausing and committing on a real broker."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from kafka import KafkaProducer
+
+from consumers.topics import ensure_topics
+from schemas.document import Document, RejectedDocument
+from schemas.errors import Failure, FailureCode, SourceError, Stage
+from tests.consumers.harness import (
+    BrokerView,
+    kafka_settings,
+    offsets_of,
+    poll_until_it_stops,
+    produce,
+    prompts,
+    running,
+    take,
+    wait_until,
+)
+from tests.servers.kafka_broker import KafkaBroker
+
+pytestmark = pytest.mark.real_servers
+
+
+@pytest.fixture
+def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
+    view = BrokerView(kafka_broker.bootstrap_servers)
+    yield view
+    view.close()
+
+
+def test_a_late_document_holds_the_commit_and_a_restart_resumes_there(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(5)))
+    with running(settings) as source:
+        documents = take(source, 5)
+        assert offsets_of(documents) == [0, 1, 2, 3, 4]
+        late = documents[2].position
+        source.complete([document.position for document in documents if document.position != late])
+        wait_until(lambda: broker_view.committed(settings) == 2, "the commit stops before the late document")
+        assert source.num_in_flight == 1
+    assert broker_view.committed(settings) == 2
+    with running(settings) as source:
+        again = take(source, 3)
+        assert offsets_of(again) == [2, 3, 4]
+        source.complete([document.position for document in again])
+        wait_until(source.is_drained, "all is complete")
+    assert broker_view.committed(settings) == 5
+
+
+def test_key_timestamp_and_bytes_of_a_record_are_kept(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    value = b'{"id": "a", "job": "j", "prompt": "x"}'
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], [value], key=b"\x00k", timestamp_ms=1234567890123)
+    with running(settings) as source:
+        (document,) = take(source, 1)
+    assert isinstance(document, Document)
+    assert (document.key, document.timestamp_ms, document.num_bytes) == (b"\x00k", 1234567890123, 2 + len(value))
+    assert (document.identity.job, document.identity.document_id) == ("j", "a")
+
+
+def test_a_poison_message_at_the_head_is_dead_lettered_whole_and_the_next_is_answered(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    topic = settings.topics[0]
+    headers = [("trace", b"t-1"), ("pagemill-code", b"OLD"), ("pagemill-attempt", b"2")]
+    produce(kafka_broker.bootstrap_servers, topic, [b"\xff{"], headers=headers, timestamp_ms=1234567890123)
+    produce(kafka_broker.bootstrap_servers, topic, prompts("next"))
+    acknowledged: list[bool] = []
+    with running(settings) as source:
+        poison, good = take(source, 2)
+        assert isinstance(poison, RejectedDocument)
+        assert isinstance(good, Document)
+        source.complete([good.position])
+        source.dead_letter(poison.position, "job-1", poison.failure, lambda: acknowledged.append(True))
+        wait_until(lambda: acknowledged == [True], "the dead letter is acknowledged")
+        assert broker_view.committed(settings) is None, "acknowledged is not complete: its row is not stored yet"
+        source.complete([poison.position])
+        wait_until(lambda: broker_view.committed(settings) == 2, "both are complete")
+    (letter,) = broker_view.records(settings.dead_letter_topic, 1)
+    assert (letter.key, letter.value) == (f"{topic}/0/0".encode(), b"\xff{")
+    assert dict(letter.headers) == {
+        "trace": b"t-1",
+        "pagemill-key": b"key",
+        "pagemill-code": b"BAD_MESSAGE",
+        "pagemill-stage": b"decode",
+        "pagemill-message": poison.failure.message.encode(),
+        "pagemill-job": b"job-1",
+        "pagemill-topic": topic.encode(),
+        "pagemill-partition": b"0",
+        "pagemill-offset": b"0",
+        "pagemill-timestamp": b"1234567890123",
+        "pagemill-attempt": b"2",
+        "pagemill-worker": b"worker-1",
+    }
+    assert len(letter.headers) == 12, "no header twice"
+    assert letter.timestamp != 1234567890123, "its own time, so that retention counts from the failure"
+
+
+def test_the_largest_message_is_dead_lettered_with_its_value_cut_and_its_hash(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(**{"max.message.bytes": "4000000"}))
+    value = b"x" * 3_900_000
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], [value, None])
+    failure, acknowledged = Failure(FailureCode.DOCUMENT_TOO_LARGE, Stage.DECODE, "große"), []
+    with running(settings) as source:
+        for document in take(source, 2):
+            source.dead_letter(document.position, "j", failure, lambda: acknowledged.append(True))
+        wait_until(lambda: len(acknowledged) == 2, "both dead letters are acknowledged")
+    large, tombstone = broker_view.records(settings.dead_letter_topic, 2)
+    headers = dict(large.headers)
+    assert 1_000_000 < len(large.value) < 1_048_588
+    assert headers["pagemill-value-length"] == b"3900000"
+    assert len(headers["pagemill-value-sha256"]) == 64
+    assert headers["pagemill-message"].decode() == "große"
+    assert tombstone.value is None
+
+
+def test_the_dead_letter_topic_is_made_to_keep_its_records(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], fresh_name: Callable[[str], str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, fresh_name("not-made"))
+    with pytest.raises(SourceError, match=f"no such Kafka topic on 127.0.0.1:.*: {settings.topics[0]}. Create it"):
+        ensure_topics(settings)
+    ensure_topics(settings, create_input=True, num_partitions=3)
+    ensure_topics(settings)
+    from kafka import KafkaAdminClient
+    from kafka.admin import ConfigResource, ConfigResourceType
+
+    admin = KafkaAdminClient(bootstrap_servers=kafka_broker.bootstrap_servers)
+    topics = [settings.dead_letter_topic, settings.topics[0]]
+    described = admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, topic) for topic in topics])
+    (configs,) = described.values()
+    dead_letters, documents = configs[topics[0]], configs[topics[1]]
+    partitions = {topic["name"]: len(topic["partitions"]) for topic in admin.describe_topics(topics)}
+    admin.close()
+    assert dead_letters["retention.ms"]["value"] == "-1"
+    assert documents["message.timestamp.type"]["value"] == "LogAppendTime"
+    assert partitions == {topics[0]: 1, topics[1]: 3}
+
+
+def test_above_the_mark_reading_pauses_and_the_member_stays_past_its_poll_interval(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(
+        kafka_broker.bootstrap_servers, kafka_topic(), max_in_flight_documents=8, max_poll_interval_seconds=2.0
+    )
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(20)))
+    with running(settings) as source:
+        first = take(source, 8)
+        wait_until(lambda: source.is_paused, "the mark is reached")
+        epoch = first[0].position.epoch
+        assert source.poll(10, 4.0) == [], "twice the poll interval, with nothing completed"
+        assert source.num_in_flight == 8
+        source.complete([first[0].position])
+        assert source.poll(10, 0.5) == [], "7 of 8 is above the mark to resume at"
+        source.complete([document.position for document in first[1:]])
+        rest = take(source, 8)
+        source.complete([document.position for document in rest])
+        rest += take(source, 4)
+        assert offsets_of(first + rest) == list(range(20))
+        assert {document.position.epoch for document in rest} == {epoch}, "never left the group"
+        source.complete([document.position for document in rest])
+        wait_until(source.is_drained, "all is complete")
+    assert broker_view.committed(settings) == 20
+
+
+def test_bytes_in_flight_are_bounded_too(kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]) -> None:
+    settings = kafka_settings(
+        kafka_broker.bootstrap_servers, kafka_topic(), max_in_flight_bytes=100_000, max_document_bytes=20_000
+    )
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*["x" * 10_000] * 30))
+    with running(settings) as source:
+        wait_until(lambda: source.is_paused, "the mark is reached")
+        highest, num_documents = source.num_bytes_in_flight, 0
+        while num_documents < 30:
+            documents = take(source, 1)
+            source.complete([document.position for document in documents])
+            num_documents += 1
+            highest = max(highest, source.num_bytes_in_flight)
+    assert 100_000 <= highest < 100_000 + 10_017, "over the mark by less than one record"
+
+
+def test_a_draining_source_hands_back_what_nobody_took(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(10)))
+    with running(settings) as source:
+        taken = take(source, 3)
+        wait_until(lambda: source.num_in_flight == 10, "all were read")
+        source.drain()
+        wait_until(lambda: source.num_in_flight == 3, "the others are handed back")
+        assert source.poll(10, 0.0) == []
+        source.complete([document.position for document in taken])
+    assert broker_view.committed(settings) == 3
+
+
+def test_with_nothing_to_read_a_source_is_drained_and_new_documents_end_that(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(num_partitions=2))
+    with running(settings) as source:
+        wait_until(source.is_drained, "two empty partitions")
+        assert source.has_assignment
+        produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts("late"), partition=1)
+        (document,) = take(source, 1)
+        assert not source.is_drained()
+        source.complete([document.position])
+        wait_until(source.is_drained, "the late document is complete")
+
+
+def test_aborted_transactions_are_not_read_and_their_ends_are_committed_past(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    topic = settings.topics[0]
+    producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap_servers, transactional_id=f"writer-of-{topic}")
+    producer.init_transactions()
+    for prompt, commits in (("kept", True), ("aborted", False), ("kept too", True)):
+        producer.begin_transaction()
+        producer.send(topic, json.dumps({"prompt": prompt}).encode(), partition=0).get(timeout=30)
+        if commits:
+            producer.commit_transaction()
+        else:
+            producer.abort_transaction()
+    producer.close()
+    with running(settings) as source:
+        documents = take(source, 2)
+        assert [d.message.prompt for d in documents if isinstance(d, Document)] == ["kept", "kept too"]
+        source.complete([document.position for document in documents])
+        wait_until(source.is_drained, "read to the end")
+        wait_until(lambda: broker_view.committed(settings) == 6, "three records and three transaction ends")
+
+
+def test_a_topic_made_again_under_the_same_name_stops_the_source(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    topic = settings.topics[0]
+    produce(kafka_broker.bootstrap_servers, topic, prompts(*range(3)))
+    with running(settings) as source:
+        old = take(source, 3)
+        broker_view.delete_topic(topic)
+        broker_view.create_topic(topic)
+        produce(kafka_broker.bootstrap_servers, topic, prompts(*range(5)))
+        new: list[Document | RejectedDocument] = []
+        with pytest.raises(SourceError, match=f"the topic {topic} was deleted and made again"):
+            poll_until_it_stops(source, new)
+    # Where the group noticed first, the new topic is read from its start, as another epoch.
+    assert offsets_of(new) == list(range(len(new)))
+    assert all(document.position.epoch > old[0].position.epoch for document in new)
+
+
+def test_what_retention_deleted_before_it_was_read_is_named_and_stops_the_source(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    topic = settings.topics[0]
+    produce(kafka_broker.bootstrap_servers, topic, prompts(*range(9)))
+    with running(settings) as source:
+        source.complete([document.position for document in take(source, 9)[:2]])
+        wait_until(lambda: broker_view.committed(settings) == 2, "two are committed")
+    broker_view.delete_records_before(topic, 6)
+    with running(settings) as source, pytest.raises(SourceError, match="offsets 2 to 5 were deleted before they"):
+        take(source, 1)
