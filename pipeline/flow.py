@@ -82,6 +82,7 @@ class Flow:
         engine_restarts: int = 3,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        backoff_seconds: float = RESTART_BACKOFF_SECONDS,
     ) -> None:
         self.totals = Totals()
         self.engine_is_ready = False
@@ -95,6 +96,7 @@ class Flow:
         self._engine_restarts = engine_restarts
         self._clock = clock
         self._sleep = sleep
+        self._backoff_seconds = backoff_seconds
         self.last_turn = clock()
 
         self._engine: Engine | None = None
@@ -211,7 +213,7 @@ class Flow:
         except EngineError as error:
             self._restart_engine(error)
             return
-        self._take_outputs(outputs, polled)
+        self.take_outputs(outputs, polled)
         made = self._clock()
         spent["making rows"] += made - polled
         self._store()
@@ -219,7 +221,7 @@ class Flow:
         self.settle()
         if made >= self._next_sweep:
             self._next_sweep = made + SWEEP_SECONDS
-            self._drop_what_is_not_ours()
+            self.drop_what_is_not_ours()
         spent["storing"] += self._clock() - made
 
     def _receive(self) -> None:
@@ -310,7 +312,8 @@ class Flow:
             timeout = WAIT_SECONDS
         return self._engine_now().poll(timeout)
 
-    def _take_outputs(self, outputs: list[InferenceOutput], now: float) -> None:
+    def take_outputs(self, outputs: Sequence[InferenceOutput], now: float) -> None:
+        """Outputs of the engine become rows, dead letters, or another try."""
         if not outputs:
             return
         self._lost_in_a_row = 0
@@ -401,7 +404,7 @@ class Flow:
             result = build_rejection_row(rejected.row, rejected.failure)
             self._dead_letter((result, rejected.version, rejected.position, rejected.index), rejected.failure)
 
-    def _drop_what_is_not_ours(self) -> None:
+    def drop_what_is_not_ours(self) -> None:
         """Hands back the work of partitions that went to another worker: their next owner does it."""
         is_current = self._source.is_current
         stale_ids = [i for i, w in self._running.items() if not is_current(w.prepared.document.position)]
@@ -452,7 +455,7 @@ class Flow:
                     f"the engine was lost {self._lost_in_a_row} times without an output between, the last time because "
                     f"{cause}; worker.engine_restarts = {self._engine_restarts} allows no more"
                 ) from cause
-            seconds = RESTART_BACKOFF_SECONDS * 2 ** (self._lost_in_a_row - 1)
+            seconds = self._backoff_seconds * 2 ** (self._lost_in_a_row - 1)
             logger.error("engine lost", cause=str(cause), in_flight=len(self._running), wait_seconds=seconds)
             until = self._clock() + seconds
             while self._clock() < until and self._drain_until is None:

@@ -1,0 +1,387 @@
+"""The flow with a real engine process: every document ends once, and the account says so."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+
+from engine.client import EngineClient
+from pipeline.flow import Flow
+from pipeline.prompts import PromptBuilder, compile_tasks
+from pipeline.results import WorkerIdentity
+from pipeline.retry import Verdict
+from pipeline.rows import Row, RowBuilder
+from pipeline.sink import RejectedRow
+from schemas.document import DocumentResult, SourcePosition
+from schemas.errors import EngineError, Failure, FailureCode, SinkError, Stage
+from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, InferenceRequest, ModelSettings
+from schemas.task import Task
+from tests.fakes import fake_engine_command
+from tests.pipeline.parts import ByteTokenizer, MemorySource, make_document, make_rejected
+
+TASKS = {
+    "default": Task(),
+    "kind": Task(kind="classify", labels=("good", "bad"), template="{{ text }}"),
+    "json": Task(template="{{ text }}", output_schema={"type": "object"}),
+}
+
+
+class MemorySink:
+    """What the flow sees of a sink. Acknowledges at once, refuses rows by document id, and can be full."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, DocumentResult] = {}
+        self.refused: set[str] = set()
+        self.verdict = Verdict.STORED
+        self.has_room = True
+        self.holds = False
+        self.held: list[Row] = []
+        self.error: SinkError | None = None
+        self.acknowledged: Callable[[Sequence[SourcePosition], Verdict], None]
+        self.rejected: Callable[[list[RejectedRow]], None]
+
+    def put_many(self, rows: Sequence[Row]) -> None:
+        if self.holds:
+            self.held += rows
+            return
+        for result, version, position, index in rows:
+            if result.id in self.refused and result.status == "answered":
+                failure = Failure(FailureCode.SINK_REJECTED, Stage.SINK, "the mapping refuses it")
+                self.rejected([RejectedRow(result, position, index or "results", version, failure)])
+            else:
+                self.rows[result.id] = result
+                self.acknowledged([position], self.verdict)
+
+    def release(self) -> None:
+        self.holds = False
+        held, self.held = self.held, []
+        self.put_many(held)
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Bench:
+    """A flow with everything around it. `engines` are the command lines of the engine processes, one after another."""
+
+    def __init__(self, engines: Sequence[tuple[str, ...]], source: MemorySource, restarts: int = 3) -> None:
+        self.source = source
+        self.sink = MemorySink()
+        self.started: list[EngineClient] = []
+        self._commands = iter(engines)
+        tasks = compile_tasks(TASKS, ByteTokenizer())
+        self.flow = Flow(
+            source,
+            self.sink,
+            self._start,
+            lambda info: PromptBuilder(tasks, ByteTokenizer(), info),
+            RowBuilder(tasks, WorkerIdentity("worker", "model"), "tokenizer", receipts=True),
+            max_running=8,
+            max_tokens_per_step=64,
+            urgent_after_seconds=300.0,
+            engine_restarts=restarts,
+            sleep=lambda _: None,
+            backoff_seconds=0.0,
+        )
+        self.sink.acknowledged = self.flow.acknowledged
+        self.sink.rejected = self.flow.rejected
+
+    def _start(self) -> tuple[EngineClient, EngineInfo]:
+        client = EngineClient(ModelSettings(name="model"), EngineSettings(), next(self._commands))
+        self.started.append(client)
+        return client, client.start(30.0)
+
+    def run(self) -> None:
+        self.flow.open_engine()
+        self.flow.run(until_drained=True)
+
+    def balance(self) -> tuple[int, int]:
+        return self.flow.num_in_flight, self.flow.totals.account.imbalance(self.flow.num_in_flight)
+
+
+MakeStage = Callable[..., Bench]
+
+
+@pytest.fixture
+def make_stage() -> Iterator[MakeStage]:
+    made: list[Bench] = []
+
+    def make(
+        source: MemorySource, *engines: dict[str, float | str], restarts: int = 3
+    ) -> Bench:
+        commands = [fake_engine_command(**behaviour) for behaviour in engines or ({},)]
+        made.append(Bench(commands, source, restarts))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        for client in stage.started:
+            client.close()
+
+
+def test_every_document_ends_in_one_row(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt=f"number {offset}") for offset in range(300)])
+    stage = make_stage(source)
+    stage.run()
+    assert {row.status for row in stage.sink.rows.values()} == {"answered"}
+    assert len(stage.sink.rows) == 300
+    assert sorted(source.completed) == list(range(300))
+    account = stage.flow.totals.account
+    assert (account.delivered, account.indexed, account.failed) == (300, 300, 0)
+    assert stage.balance() == (0, 0)
+
+
+def test_bad_documents_fail_alone_dead_letter_first(make_stage: MakeStage) -> None:
+    source = MemorySource(
+        [
+            make_rejected(0),
+            make_document(1, task="unknown"),
+            make_document(2, prompt=""),
+            make_document(3, prompt="good"),
+            make_document(4, task="json", fields={"text": "x"}),
+        ]
+    )
+    stage = make_stage(source)
+    stage.run()
+    codes = {position.offset: failure.code for position, failure in source.dead_letters}
+    assert codes == {
+        0: FailureCode.BAD_MESSAGE,
+        1: FailureCode.UNKNOWN_TASK,
+        2: FailureCode.EMPTY_PROMPT,
+        4: FailureCode.INVALID_OUTPUT,
+    }
+    statuses = {name: row.status for name, row in stage.sink.rows.items()}
+    assert statuses == {
+        "documents/0/0": "failed", "d1": "failed", "d2": "failed", "d3": "answered", "d4": "failed",
+    }  # fmt: skip
+    assert stage.sink.rows["d4"].text is not None  # what the model said is kept
+    assert sorted(source.completed) == [0, 1, 2, 3, 4]
+    assert stage.flow.totals.account.failed == 4
+    assert stage.flow.totals.failures == {
+        "BAD_MESSAGE": 1, "UNKNOWN_TASK": 1, "EMPTY_PROMPT": 1, "INVALID_OUTPUT": 1,
+    }  # fmt: skip
+    assert stage.balance() == (0, 0)
+
+
+def test_a_failed_row_waits_for_its_dead_letter(make_stage: MakeStage) -> None:
+    source = MemorySource([make_rejected(0)])
+    source.holds_dead_letters = True
+    stage = make_stage(source)
+    stage.flow.open_engine()
+    for _ in range(3):
+        stage.flow.turn()
+    assert stage.sink.rows == {}
+    assert stage.flow.held()["dead_letters"] == 1
+    assert stage.balance() == (1, 0)
+    source.held[0]()
+    stage.flow.turn()
+    assert [row.status for row in stage.sink.rows.values()] == ["failed"]
+    assert source.completed == [0]
+
+
+def test_a_label_and_a_receipt_are_in_the_row(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0, task="kind", fields={"text": "hm"}, metadata={"a": [1]})]))
+    stage.run()
+    row = stage.sink.rows["d0"]
+    assert row.label in ("good", "bad")
+    assert row.kind == "classify"
+    assert row.metadata == {"a": [1]}
+    assert (row.attempts, row.worker, row.model) == (1, "worker", "model")
+    assert row.receipt is not None
+    assert row.receipt.sampling["temperature"] == 0.0
+    assert row.receipt.prompt_token_ids is not None
+
+
+def test_an_invalid_output_is_tried_once_more_with_another_seed_where_sampling_is_random(
+    make_stage: MakeStage,
+) -> None:
+    source = MemorySource([make_document(0, task="json", fields={"text": "x"}, sampling={"temperature": 1.0})])
+    stage = make_stage(source)
+    stage.run()
+    row = stage.sink.rows["d0"]
+    assert (row.status, row.attempts, stage.flow.totals.retries) == ("failed", 2, 1)
+    assert [failure.code for _, failure in source.dead_letters] == [FailureCode.INVALID_OUTPUT]
+
+
+def test_a_row_that_elasticsearch_refuses_becomes_a_failed_row(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(0), make_document(1)])
+    stage = make_stage(source)
+    stage.sink.refused = {"d0"}
+    stage.run()
+    failure = stage.sink.rows["d0"].failure
+    assert failure is not None
+    assert failure.code is FailureCode.SINK_REJECTED
+    assert [position.offset for position, _ in source.dead_letters] == [0]
+    assert sorted(source.completed) == [0, 1]
+    assert stage.balance() == (0, 0)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.ALREADY_DONE, Verdict.SUPERSEDED])
+def test_what_was_there_already_completes_and_is_counted_apart(make_stage: MakeStage, verdict: Verdict) -> None:
+    source = MemorySource([make_document(0)])
+    stage = make_stage(source)
+    stage.sink.verdict = verdict
+    stage.run()
+    account = stage.flow.totals.account
+    assert (account.indexed, account.already_done + account.superseded) == (0, 1)
+    assert source.completed == [0]
+
+
+def test_a_full_outbox_stops_the_feeding_and_loses_nothing(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt="x" * 60) for offset in range(200)])
+    stage = make_stage(source)
+    stage.sink.has_room = False
+    stage.flow.open_engine()
+    while stage.flow.held()["rows"] == 0 or stage.flow.held()["engine"]:
+        stage.flow.turn()
+    held = stage.flow.held()
+    assert held["storing"] == 0
+    assert held["batcher"] > 0
+    for _ in range(5):
+        stage.flow.turn()
+    assert stage.flow.held() == held
+    stage.sink.has_room = True
+    stage.flow.run(until_drained=True)
+    assert len(stage.sink.rows) == 200
+    assert stage.balance() == (0, 0)
+
+
+def test_the_engine_gets_two_steps_of_tokens_beyond_what_can_run_and_no_more(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt="x" * 16) for offset in range(100)])
+    stage = make_stage(source, {"step_seconds": 60.0})
+    stage.flow.open_engine()
+    for _ in range(4):
+        stage.flow.turn()
+    # 8 can run, then 2 steps x 64 tokens / 16 a prompt = 8 wait; the other 84 can still be put in order.
+    assert stage.flow.held()["engine"] == 16
+    assert stage.flow.held()["batcher"] == 84
+
+
+def test_a_lost_engine_is_started_again_and_gets_what_it_had(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt=f"number {offset}") for offset in range(100)])
+    stage = make_stage(source, {"die_after": 30}, {"fail_after": 40}, {})
+    stage.run()
+    assert len(stage.sink.rows) == 100
+    assert sorted(source.completed) == list(range(100))
+    assert stage.flow.totals.engine_restarts == 2
+    assert stage.flow.engine_is_ready
+    assert stage.balance() == (0, 0)
+
+
+def test_an_engine_that_is_lost_again_and_again_stops_the_worker(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0)]), *[{"die_after": 0}] * 3, restarts=2)
+    with pytest.raises(EngineError, match=r"lost 3 times without an output between.*worker\.engine_restarts = 2"):
+        stage.run()
+    assert not stage.flow.engine_is_ready
+
+
+def test_the_work_of_a_revoked_partition_is_dropped_wherever_it_is(make_stage: MakeStage) -> None:
+    source = MemorySource([make_rejected(0), *(make_document(offset, prompt="x" * 16) for offset in range(1, 100))])
+    source.holds_dead_letters = True
+    stage = make_stage(source, {"step_seconds": 60.0})
+    stage.flow.open_engine()
+    for _ in range(4):
+        stage.flow.turn()
+    source.epoch = 2
+    stage.flow.drop_what_is_not_ours()
+    assert stage.balance() == (0, 0)
+    assert stage.flow.totals.account.handed_back == 100
+    assert source.completed == []
+
+
+def test_rows_of_a_revoked_partition_may_be_stored_and_do_not_complete(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(0)])
+    stage = make_stage(source)
+    stage.sink.holds = True
+    stage.flow.open_engine()
+    while not stage.sink.held:
+        stage.flow.turn()
+    source.epoch = 2
+    stage.sink.release()
+    stage.flow.turn()
+    assert stage.balance() == (0, 0)
+    assert source.completed == []
+
+
+def test_draining_ends_what_the_engine_has_and_hands_the_rest_back(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt="x" * 16) for offset in range(100)])
+    stage = make_stage(source, {"step_seconds": 0.2, "requests_per_step": 4})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    num_in_engine = stage.flow.held()["engine"]
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    account = stage.flow.totals.account
+    assert source.is_draining
+    assert account.indexed == len(stage.sink.rows) >= num_in_engine
+    assert account.handed_back == 100 - account.indexed > 0
+    assert stage.balance() == (0, 0)
+
+
+def test_a_grace_of_nothing_hands_back_what_runs(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset) for offset in range(10)])
+    stage = make_stage(source, {"step_seconds": 60.0})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    stage.flow.request_drain(0.0)
+    stage.flow.run()
+    assert stage.flow.totals.account.handed_back == 10
+    assert stage.balance() == (0, 0)
+
+
+def test_what_stops_the_sink_stops_the_flow(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0)]))
+    stage.sink.error = SinkError("the alias is gone")
+    with pytest.raises(SinkError, match="the alias is gone"):
+        stage.run()
+
+
+def test_documents_that_share_a_prefix_reach_the_engine_side_by_side(make_stage: MakeStage) -> None:
+    prompts = [f"{'ab'[offset % 2] * 32}{offset:04}" for offset in range(60)]
+    stage = make_stage(MemorySource([make_document(offset, prompt=prompt) for offset, prompt in enumerate(prompts)]))
+    seen: list[str] = []
+    stage.flow.open_engine()
+    engine = stage.started[0]
+    submit = engine.submit
+
+    def note(requests: Sequence[InferenceRequest]) -> None:
+        seen.extend(chr(request.token_ids[0]) for request in requests)
+        submit(requests)
+
+    engine.submit = note  # type: ignore[method-assign]
+    stage.flow.run(until_drained=True)
+    assert Counter(seen) == {"a": 30, "b": 30}
+    assert sum(one != other for one, other in pairwise(seen)) == 1
+
+
+def test_a_deadline_that_passes_while_waiting_fails_instead_of_starting(make_stage: MakeStage) -> None:
+    far = make_document(0, deadline="2100-01-01T00:00:00Z")
+    past = make_document(1, deadline="2000-01-01T00:00:00Z")
+    stage = make_stage(MemorySource([far, past]))
+    stage.run()
+    assert {name: row.status for name, row in stage.sink.rows.items()} == {"d0": "answered", "d1": "failed"}
+
+
+def test_time_and_tokens_are_counted(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(offset, prompt="12345") for offset in range(10)]))
+    stage.run()
+    totals = stage.flow.totals
+    assert totals.prompt_tokens == 50
+    assert totals.completion_tokens == 40
+    assert totals.time.num_answered == totals.time.num_stored == 10
+    means = totals.time.means()
+    assert means["engine"] > 0
+    assert set(means) == {"waiting", "engine", "engine_queue", "engine_prefill", "engine_decode", "storing"}
+
+
+def test_outputs_of_nobody_are_ignored(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0)]))
+    stage.flow.open_engine()
+    stage.flow.take_outputs([InferenceOutput(999, text="late")], 0.0)
+    stage.flow.run(until_drained=True)
+    assert list(stage.sink.rows) == ["d0"]
+    assert stage.balance() == (0, 0)
