@@ -265,11 +265,16 @@ def _comes_from(stored: dict[str, Any], position: SourcePosition) -> bool:
 def _why_rejected(judgement: Judgement, row: OutboundRow) -> str:
     if judgement.status == 413:
         return f"the row of {len(row.body)} bytes is larger than Elasticsearch accepts (its http.max_content_length)"
-    return f"Elasticsearch rejects the row: {str(judgement)[:500]}"
+    return f"Elasticsearch rejects the row: {_shortened(str(judgement))}"
+
+
+def _shortened(text: str) -> str:
+    """Its two ends: a reason quotes values of any length, and says what is wrong with them before or after."""
+    return text if len(text) <= 500 else f"{text[:300]} … {text[-200:]}"
 
 
 def _why_stop(judgement: Judgement, index: str) -> str:
-    said = str(judgement)[:500]
+    said = _shortened(str(judgement))
     match judgement.error_type:
         case "strict_dynamic_mapping_exception":
             return f"the index behind {index!r} lacks a field of our rows ({said}): it was made for another version"

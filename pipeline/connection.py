@@ -1,5 +1,6 @@
 """The Elasticsearch client: made from the settings, and asked whether it reaches anything before work begins."""
 
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -41,9 +42,9 @@ def connect(settings: ElasticsearchSettings) -> Elasticsearch:
         credentials["api_key"] = api_key
     if password is not None:
         credentials["basic_auth"] = (settings.username, password)
-    if settings.ca_file is not None:
-        credentials["ca_certs"] = str(settings.ca_file)
     try:
+        if settings.ca_file is not None:  # by ourselves: the client would notice a bad file at its first call only
+            credentials["ssl_context"] = ssl.create_default_context(cafile=str(settings.ca_file))
         return Elasticsearch(
             list(settings.urls),
             request_timeout=settings.request_timeout_seconds,
@@ -135,7 +136,7 @@ def check_reachable(
 
 def _why_not(error: ApiError | TransportError, addresses: str) -> str:
     if isinstance(error, TlsError):
-        return f"no TLS connection to {addresses} ({error}): set elasticsearch.ca_file to its authority's certificate"
+        return f"no TLS connection to {addresses} ({error.message}): set elasticsearch.ca_file to its authority's certificate"
     if isinstance(error, ApiError) and error.meta.status == 401:
         return (
             f"Elasticsearch at {addresses} refuses the credentials (401): "

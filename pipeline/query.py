@@ -7,6 +7,7 @@ from typing import Any, Literal
 from elastic_transport import TransportError
 from elasticsearch import ApiError, Elasticsearch, NotFoundError
 
+from pipeline.retry import judge_call
 from schemas.errors import FailureCode, SinkError
 
 PAGE_SIZE = 500
@@ -105,4 +106,4 @@ def _named(alias: str) -> Iterator[None]:
             f"there is no {alias!r} in this Elasticsearch: no worker has run, or elasticsearch.index is another"
         ) from None
     except (ApiError, TransportError) as error:
-        raise SinkError(f"Elasticsearch does not answer the query on {alias!r}: {error}") from None
+        raise SinkError(f"Elasticsearch does not answer the query on {alias!r}: {judge_call(error)}") from None

@@ -95,9 +95,9 @@ def judge_call(error: ApiError | TransportError) -> Judgement:
     if isinstance(error, ApiError):
         return _judge_api_error(error)
     if isinstance(error, TlsError):
-        return Judgement(Verdict.STOP, 0, "TLS", str(error))
+        return Judgement(Verdict.STOP, 0, "TLS", str(error.message))
     # No reply, or one cut short. Whether it was applied is unknown; sending it again is harmless, by _id and version.
-    return Judgement(Verdict.RETRY, 0, type(error).__name__, str(error))
+    return Judgement(Verdict.RETRY, 0, type(error).__name__, str(error.message))
 
 
 def _judge_api_error(error: ApiError) -> Judgement:
@@ -223,6 +223,17 @@ def call_until_taken(
     `stop` cuts a wait short and ends it, as does `deadline` (by `clock`): the last TemporaryRefusal is raised then.
     """
 
+    last: list[TemporaryRefusal] = []
+
+    def attempt_unless_stopped() -> T:
+        if last and stop.is_set():  # during the wait
+            raise last[-1]
+        try:
+            return attempt()
+        except TemporaryRefusal as error:
+            last[:] = [error]
+            raise
+
     def before_sleep(state: tenacity.RetryCallState) -> None:
         if on_retry is not None and state.outcome is not None and state.next_action is not None:
             error = state.outcome.exception()
@@ -243,7 +254,7 @@ def call_until_taken(
         before_sleep=before_sleep,
         reraise=True,
     )
-    return retrying(attempt)
+    return retrying(attempt_unless_stopped)
 
 
 class BreakerState(Enum):

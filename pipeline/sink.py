@@ -258,7 +258,7 @@ class ElasticsearchSink:
         return rows
 
     def _write_all(self, bulk: BulkWriter, rows: list[OutboundRow]) -> None:
-        while rows:
+        while rows and not self._stopping.is_set():
             call_until_taken(
                 lambda: self._attempt(bulk, rows),
                 stop=self._stopping,
