@@ -66,6 +66,7 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.rows: set[int] = set()  # ids of requests that were executed and neither preempted nor released
         self.step_seconds: dict[str, float] = {}
+        self._tables: dict[int, list[int]] = {}  # of the rows: as a runner copies what is new of a table, it only grows
         self._block_size = block_size
         self._vocab_size = vocab_size
 
@@ -80,7 +81,8 @@ class FakeRunner:
         for block_id in plan.scrub:
             for slot in range(block_id * self._block_size, (block_id + 1) * self._block_size):
                 self.slots[slot] = self.UNWRITTEN
-        self.rows -= {request.request_id for request in plan.preempted}
+        for request in plan.preempted:
+            self.release(request)
         sampled = SampledTokens()
         for number, run in enumerate(plan.scheduled):
             if self.fail_next and number >= len(plan.scheduled) // 2:
@@ -97,10 +99,14 @@ class FakeRunner:
 
     def release(self, request: Request) -> None:
         self.rows.discard(request.request_id)
+        self._tables.pop(request.request_id, None)
 
     def _compute(self, run: ScheduledTokens) -> int:
         request, size = run.request, self._block_size
         self.rows.add(request.request_id)
+        known = self._tables.get(request.request_id, [])
+        assert request.block_ids[: len(known)] == known, f"request {request.request_id} has another table than before"
+        self._tables[request.request_id] = list(request.block_ids)
         end = run.start + run.count
         assert run.count > 0
         token_ids = request.token_ids

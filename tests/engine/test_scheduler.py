@@ -387,3 +387,46 @@ def test_a_standstill_names_the_blocked_request() -> None:
         assert runs(scheduler.schedule()) == []
     with pytest.raises(EngineError, match="request 17 has 10 tokens and needs 3 blocks; of 4 blocks 2 are available"):
         scheduler.schedule()
+
+
+def test_a_step_is_planned_ahead_of_the_token_before_it() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, 1, range(6), max_tokens=3)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert runs(first) == [(1, 0, 6, True)]
+    assert runs(second) == [(1, 6, 1, True)]
+    assert scheduler.update(first, sampled(first)) == []
+    third = scheduler.schedule()
+    assert runs(third) == [(1, 7, 1, True)]
+    scheduler.update(second, sampled(second))
+    assert runs(scheduler.schedule()) == [], "the token that ends it is on its way"
+    assert scheduler.update(third, sampled(third)) == [request]
+    assert request.token_ids == [*range(6), 500, 500, 500]
+    scheduler.pool.check()
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_token_on_its_way_to_a_request_that_ended_is_dropped() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, 1, range(6))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update(first, sampled(first))
+    scheduler.finish(request)  # as the engine does for EOS
+    assert scheduler.update(second, sampled(second)) == []
+    assert request.token_ids == [*range(6), 500]
+    scheduler.pool.check()
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_token_on_its_way_to_a_preempted_request_is_kept() -> None:
+    scheduler = make_scheduler(max_running=1)
+    low = add(scheduler, 1, range(6), priority=-1)
+    first = scheduler.schedule()
+    add(scheduler, 2, range(50, 53), max_tokens=1)
+    second = scheduler.schedule()
+    assert second.preempted == [low]
+    assert runs(second) == [(2, 0, 3, True)]
+    scheduler.update(first, sampled(first, 7))
+    scheduler.update(second, sampled(second))
+    assert low.token_ids == [*range(6), 7]
+    assert runs(scheduler.schedule()) == [(1, 4, 3, True)], "its first block is still cached"
