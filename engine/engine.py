@@ -1,8 +1,8 @@
 """One model's engine: requests go in, steps are made, outputs come out. Knows when an answer ends. No torch.
 
-Where the runner can, one step runs ahead: while the device computes step n, step n + 1 is planned and launched, and only
-then are n's tokens waited for. A token that ends its request is so noticed one step late; what was computed beyond it is
-dropped.
+Where the runner can, one step runs ahead: while the device computes step n, step n + 1 is planned and launched, and
+only then are n's tokens waited for. A token that ends its request is so noticed one step late; what was computed beyond
+it is dropped.
 """
 
 import time
@@ -221,9 +221,7 @@ class Engine:
             num_recomputed_tokens=self._scheduler.num_recomputed_tokens,
         )
 
-    def _take(
-        self, plan: StepPlan, sampled: SampledTokens, at_length: set[int], now: float
-    ) -> list[InferenceOutput]:
+    def _take(self, plan: StepPlan, sampled: SampledTokens, at_length: set[int], now: float) -> list[InferenceOutput]:
         """Give each sampled token to its answer; the outputs of those that it ended."""
         outputs: list[InferenceOutput] = []
         rows = zip(sampled.token_ids, sampled.logprobs, sampled.finite, strict=True)

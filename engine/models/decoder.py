@@ -18,6 +18,7 @@ from engine.models.precision import PlainPrecision, Precision, Product
 from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan
+from kernels.flash_attention import FlashAttention
 from kernels.kv_cache import write_kv
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
@@ -77,6 +78,11 @@ class Decoder:
         assert not pending, f"parameters without a use: {sorted(pending)}"
         self.dtype = self._embedding.dtype
         self._attention = select_attention(device, self.dtype)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether attention can make use of `ForwardBatch.shared`."""
+        return isinstance(self._attention, FlashAttention)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """(num_sampling_rows, hidden_size): the hidden states at `batch.logits_indices`; the cache gets every token's

@@ -1,0 +1,174 @@
+"""Decode steps as CUDA graphs: one launch instead of some hundreds, at sizes rounded up to a bucket.
+
+A graph reads its inputs from one buffer whose layout its bucket fixes. Padding rows have length 0, write to no slot and
+leave their token in a row that nobody reads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch
+from engine.kv_cache import KVCache
+from engine.models.decoder import Decoder
+from engine.staging import Staging, layout, slices
+from engine.step_arrays import MAX_SHARED_GROUPS, IntArray, SharedArrays, StepArrays
+from kernels.attention_plan import SharedPrefixes
+from kernels.sampling import greedy
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # (bucket, vocab_size) float32, in the graphs' shared memory: good until the next replay
+    chosen: torch.Tensor  # (2, bucket) int32: token ids, whether the row was finite
+
+
+class DecodeGraphs:
+    """Graphs of one decoder's decode steps, captured at start so that their memory is counted before the pool's."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        staging: Staging,
+        last_token_ids: torch.Tensor,
+        max_rows: int,
+        num_columns: int,
+        with_shared: bool,
+    ) -> None:
+        """`last_token_ids` (rows + 1,) int32: each request row's last sampled token; the last entry is padding's.
+
+        `num_columns`: the longest block table. `with_shared`: also capture steps whose rows share prefixes.
+        """
+        self._decoder = decoder
+        self._cache = cache
+        self._staging = staging
+        self._last_token_ids = last_token_ids
+        self._num_columns = num_columns
+        largest = min(b for b in (*BUCKETS, max_rows) if b >= min(max_rows, BUCKETS[-1]))
+        self.buckets = [b for b in BUCKETS if b <= largest] or [largest]
+        shapes = self._shapes(self.buckets[-1], True)
+        num_ints = layout([*shapes, (0,)])[-1]
+        self._buffer = torch.zeros(num_ints, dtype=torch.int32, device=decoder.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+        for bucket in reversed(self.buckets):  # the largest first: the others fit into its memory
+            for is_shared in (False, True) if with_shared else (False,):
+                self._captured[bucket, is_shared] = self._capture(bucket, is_shared)
+
+    def takes(self, arrays: StepArrays) -> bool:
+        """Whether the step is decode rows alone, all of which sample, and not too many."""
+        num_rows = len(arrays.rows)
+        return arrays.num_decode_rows == num_rows == len(arrays.sampling_rows) and num_rows <= self.buckets[-1]
+
+    def replay(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits (num_rows, vocab_size) float32, chosen (2, num_rows) int32); good until the next replay."""
+        num_rows = len(arrays.rows)
+        bucket = next(b for b in self.buckets if b >= num_rows)
+        is_shared = arrays.shared is not None and (bucket, True) in self._captured
+        self._staging.upload(self._padded(arrays, bucket, arrays.shared if is_shared else None), self._buffer)
+        captured = self._captured[bucket, is_shared]
+        captured.graph.replay()
+        return captured.logits[:num_rows], captured.chosen[:, :num_rows]
+
+    def _shapes(self, bucket: int, is_shared: bool) -> list[tuple[int, ...]]:
+        """rows, token ids, positions, slots, lengths, tables; then shared lengths, starts, count, tables, and private
+        lengths, tables."""
+        columns = self._num_columns
+        shapes: list[tuple[int, ...]] = [(bucket,)] * 5 + [(bucket, columns)]
+        if is_shared:
+            groups = MAX_SHARED_GROUPS
+            shapes += [(groups,), (groups + 1,), (1,), (groups, columns), (bucket,), (bucket, columns)]
+        return shapes
+
+    def _padded(self, arrays: StepArrays, bucket: int, shared: SharedArrays | None) -> list[IntArray]:
+        padding_row = self._last_token_ids.shape[0] - 1
+        padded = [
+            _pad(arrays.rows, bucket, padding_row),
+            _pad(arrays.token_ids, bucket, 0),
+            _pad(arrays.positions, bucket, 0),
+            _pad(arrays.slot_mapping, bucket, -1),
+            _pad(arrays.sequence_lengths, bucket, 0),
+            _pad_table(arrays.block_tables, bucket, self._num_columns),
+        ]
+        if shared is not None:
+            padded += [
+                shared.lengths,
+                shared.query_starts,
+                np.array([shared.num_rows], dtype=np.int32),
+                _pad_table(shared.block_tables, MAX_SHARED_GROUPS, self._num_columns),
+                _pad(shared.private_lengths, bucket, 0),
+                _pad_table(shared.private_block_tables, bucket, self._num_columns),
+            ]
+        return padded
+
+    def _capture(self, bucket: int, is_shared: bool) -> _Captured:
+        inputs = slices(self._buffer, self._shapes(bucket, is_shared))
+        self._buffer.zero_()
+        inputs[0].fill_(self._last_token_ids.shape[0] - 1)
+        inputs[3].fill_(-1)
+        step = self._step_of(inputs, bucket)
+        stream = torch.cuda.Stream(self._decoder.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # compiles kernels and lets libraries take their workspaces outside of the capture
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits, chosen = step()
+        return _Captured(graph, logits, chosen)
+
+    def _step_of(self, inputs: Sequence[torch.Tensor], bucket: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        rows, token_ids, positions, slot_mapping, lengths, tables, *of_shared = inputs
+        shared = None
+        if of_shared:
+            shared_lengths, query_starts, num_rows, shared_tables, private_lengths, private_tables = of_shared
+            shared = SharedPrefixes(
+                shared_tables, shared_lengths, query_starts, num_rows, private_tables, private_lengths
+            )
+        query_starts = torch.arange(bucket + 1, dtype=torch.int32, device=self._decoder.device)
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            known = torch.where(token_ids < 0, self._last_token_ids[rows], token_ids)
+            batch = ForwardBatch(
+                token_ids=known,
+                positions=positions,
+                slot_mapping=slot_mapping,
+                block_tables=tables,
+                query_starts=query_starts,
+                sequence_lengths=lengths,
+                logits_indices=None,
+                max_query_length=1,
+                max_sequence_length=self._num_columns * self._cache.block_size,
+                num_decode_rows=bucket,
+                shared=shared,
+            )
+            logits = self._decoder.logits(self._decoder.forward(batch, self._cache))
+            return logits, choose(logits, self._last_token_ids, rows)
+
+        return step
+
+
+def choose(logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Greedy tokens, into their rows of last_token_ids too: (2, num_rows) int32, ids and whether a row was finite."""
+    token_ids, finite = greedy(logits)
+    chosen = torch.stack((token_ids.to(torch.int32), finite.to(torch.int32)))
+    last_token_ids.index_copy_(0, rows.long(), chosen[0])
+    return chosen
+
+
+def _pad(array: IntArray, length: int, value: int) -> IntArray:
+    padded = np.full(length, value, dtype=np.int32)
+    padded[: len(array)] = array
+    return padded
+
+
+def _pad_table(table: IntArray, num_rows: int, num_columns: int) -> IntArray:
+    padded = np.zeros((num_rows, num_columns), dtype=np.int32)
+    padded[: table.shape[0], : table.shape[1]] = table
+    return padded

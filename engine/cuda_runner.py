@@ -1,0 +1,196 @@
+"""Carries plans out on a CUDA device, one step ahead: a launched step is waited for only when its tokens are needed.
+
+Sampled tokens stay on the device as the next step's input; the host learns them by a copy that it waits for one step
+later. Decode steps replay CUDA graphs; steps with prefill are launched kernel by kernel.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import ForwardBatch
+from engine.cuda_graph import DecodeGraphs, choose
+from engine.kv_cache import KVCache
+from engine.model_runner import RequestRows
+from engine.models.decoder import Decoder
+from engine.request import Request
+from engine.sampler import Sampler, is_plain
+from engine.staging import Staging
+from engine.step_arrays import MAX_SHARED_GROUPS, MIN_TOKENS_SAVED, StepArrays, gather_step
+from engine.step_plan import DoneStep, SampledTokens, StepPlan
+from kernels.attention_plan import SharedPrefixes
+from schemas.inference import InferenceRequest
+
+_DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """Greedy tokens on their way to the host."""
+
+    chosen: torch.Tensor  # (2, num_sampling) int32, pinned
+    arrived: torch.cuda.Event
+    plan_order: list[int]  # entry i of the plan's sampling runs is column plan_order[i]
+
+    def collect(self) -> SampledTokens:
+        self.arrived.synchronize()
+        token_ids, finite = self.chosen[:, self.plan_order].tolist()
+        return SampledTokens(token_ids, [None] * len(token_ids), [bool(flag) for flag in finite])
+
+
+class CudaRunner:
+    """One decoder, its KV cache and its sampler on one CUDA device."""
+
+    runs_ahead = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        sampler: Sampler,
+        max_running: int,
+        max_model_len: int,
+        max_tokens_per_step: int,
+        with_graphs: bool = True,
+        min_tokens_saved: int | None = MIN_TOKENS_SAVED,
+    ) -> None:
+        """`min_tokens_saved`: keys, in tokens a layer, that reading a shared prefix once must save; None: never."""
+        self._decoder = decoder
+        self._cache = cache
+        self._sampler = sampler
+        self._min_tokens_saved = min_tokens_saved if decoder.shares_prefixes else None
+        self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
+        self._sampling: set[int] = set()  # request ids that the sampler knows
+        self._last_token_ids = torch.zeros(max_running + 1, dtype=torch.int32, device=decoder.device)
+        num_columns = self._rows.block_tables.shape[1]
+        num_rows = max_running + MAX_SHARED_GROUPS
+        num_ints = 4 * max_tokens_per_step + 2 * num_rows * (num_columns + 16) + 4096
+        self._staging = Staging(decoder.device, num_ints)
+        self._chosen = [torch.empty(2 * max_running, dtype=torch.int32, pin_memory=True) for _ in range(_DEPTH)]
+        self._turn = 0
+        with torch.inference_mode():
+            self._graphs = (
+                DecodeGraphs(
+                    decoder, cache, self._staging, self._last_token_ids, max_running, num_columns,
+                    self._min_tokens_saved is not None,
+                )
+                if with_graphs
+                else None
+            )  # fmt: skip
+        self.step_seconds = dict.fromkeys(("gather", "launch"), 0.0)
+        self.num_replays = 0
+        self.num_shared_steps = 0
+
+    def needs_known_tokens(self, inference: InferenceRequest) -> bool:
+        return not is_plain(inference)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> DoneStep | _Launched:
+        started = time.perf_counter()
+        for request in plan.preempted:
+            self._rows.forget(request.request_id)
+        if plan.scrub:
+            self._cache.zero_blocks(plan.scrub)
+        if not plan.scheduled:
+            return DoneStep(SampledTokens())
+        arrays = self._gather(plan)
+        gathered = time.perf_counter()
+        if self._graphs is not None and self._graphs.takes(arrays):
+            logits, chosen = self._graphs.replay(arrays)
+            self.num_replays += 1
+        else:
+            logits, chosen = self._run(arrays)
+        self.num_shared_steps += arrays.shared is not None
+        launched = self._hand_over(plan, arrays, logits, chosen)
+        self.step_seconds["gather"] += gathered - started
+        self.step_seconds["launch"] += time.perf_counter() - gathered
+        return launched
+
+    def release(self, request: Request) -> None:
+        """The request ended: its row and its sampling state go. Idempotent."""
+        self._rows.forget(request.request_id)
+        if request.request_id in self._sampling:
+            self._sampling.discard(request.request_id)
+            self._sampler.remove(request.request_id)
+
+    def _gather(self, plan: StepPlan) -> StepArrays:
+        for run in plan.scheduled:
+            if run.request.request_id not in self._sampling:
+                self._sampling.add(run.request.request_id)
+                self._sampler.add(run.request)
+        rows = self._rows
+        return gather_step(
+            rows.token_ids,
+            rows.block_tables,
+            rows.num_tokens,
+            np.array([rows.update(run.request) for run in plan.scheduled], dtype=np.int64),
+            np.array([run.start for run in plan.scheduled], dtype=np.int64),
+            np.array([run.count for run in plan.scheduled], dtype=np.int64),
+            np.array([run.samples for run in plan.scheduled], dtype=np.bool_),
+            self._cache.block_size,
+            self._min_tokens_saved,
+        )
+
+    def _run(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kernel by kernel; (logits (num_sampling, vocab_size), chosen (2, num_sampling))."""
+        host = [
+            arrays.rows, arrays.token_ids, arrays.positions, arrays.slot_mapping, arrays.block_tables,
+            arrays.query_starts, arrays.sequence_lengths, arrays.logits_indices, arrays.sampling_rows,
+        ]  # fmt: skip
+        if arrays.shared is not None:
+            shared = arrays.shared
+            num_rows = np.array([shared.num_rows], dtype=np.int32)
+            host += [
+                shared.block_tables, shared.lengths, shared.query_starts, num_rows, shared.private_block_tables,
+                shared.private_lengths,
+            ]  # fmt: skip
+        rows, token_ids, positions, slots, tables, starts, lengths, indices, sampling_rows, *of_shared = (
+            self._staging.upload(host)
+        )
+        num_decode = arrays.num_decode_rows
+        if num_decode:
+            decodes = token_ids[:num_decode]
+            decodes.copy_(torch.where(decodes < 0, self._last_token_ids[rows[:num_decode]], decodes))
+        batch = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=tables,
+            query_starts=starts,
+            sequence_lengths=lengths,
+            logits_indices=indices,
+            max_query_length=arrays.max_query_length,
+            max_sequence_length=arrays.max_sequence_length,
+            num_decode_rows=num_decode,
+            shared=SharedPrefixes(*of_shared) if of_shared else None,
+        )
+        hidden = self._decoder.forward(batch, self._cache)
+        logits = self._decoder.logits(hidden)
+        return logits, choose(logits, self._last_token_ids, sampling_rows)
+
+    def _hand_over(
+        self, plan: StepPlan, arrays: StepArrays, logits: torch.Tensor, chosen: torch.Tensor
+    ) -> DoneStep | _Launched:
+        """Starts the copy of greedy tokens to the host; other ways of choosing are done here, and waited for."""
+        requests = [plan.scheduled[run].request for run in arrays.sampling_runs]
+        plan_order = np.argsort(arrays.sampling_runs).tolist()
+        if all(is_plain(request.inference) for request in requests):
+            turn, self._turn = self._turn, (self._turn + 1) % _DEPTH
+            pinned = self._chosen[turn][: chosen.numel()].view(chosen.shape)
+            pinned.copy_(chosen.contiguous(), non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            return _Launched(pinned, arrived, plan_order)
+        sampled = self._sampler.sample(logits, requests)
+        return DoneStep(_reordered(sampled, plan_order))
+
+
+def _reordered(sampled: SampledTokens, order: Sequence[int]) -> SampledTokens:
+    return SampledTokens(
+        [sampled.token_ids[i] for i in order],
+        [sampled.logprobs[i] for i in order],
+        [sampled.finite[i] for i in order],
+    )
