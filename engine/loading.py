@@ -63,25 +63,14 @@ def load_engine(model: ModelSettings, engine: EngineSettings, progress: Progress
         )
     with clock.part("memory"):
         kv_cache_tokens = _size_cache(decoder, engine, max_model_len)
-        cache = _allocate_cache(decoder, kv_cache_tokens // engine.block_size, engine.block_size)
+        cache = allocate_cache(decoder, kv_cache_tokens // engine.block_size, engine.block_size)
     with clock.part("canary"):
         check_canary(decoder)
 
     # A sequence longer than the whole cache could never run.
     max_model_len = min(max_model_len, kv_cache_tokens)
     identity = _identity(fingerprint, files.config)
-    label_sets = LabelSets(files.eos_token_ids, lambda: files.tokenizer.token_bytes)
-    runner = ModelRunner(decoder, cache, Sampler(label_sets), engine.max_running, max_model_len)
-    scheduler = Scheduler(
-        BlockPool(cache.num_blocks),
-        engine.block_size,
-        max_model_len,
-        engine.max_tokens_per_step,
-        engine.max_running,
-        identity,
-        engine.prefix_caching,
-    )
-    started = Engine(runner, scheduler, lambda stop: TextStream(files.tokenizer, stop), label_sets, files.eos_token_ids)
+    started = build_engine(files, decoder, cache, engine, max_model_len, identity)
     info = EngineInfo(
         model=model.name or (files.path.stem if files.path.is_file() else files.path.resolve().name),
         identity=identity,
@@ -94,6 +83,24 @@ def load_engine(model: ModelSettings, engine: EngineSettings, progress: Progress
         start_seconds=clock.seconds,
     )
     return started, info
+
+
+def build_engine(
+    files: LoadedModel, decoder: Decoder, cache: KVCache, settings: EngineSettings, max_model_len: int, identity: bytes
+) -> Engine:
+    """An engine over a loaded decoder and an empty cache. Several may share a decoder, each with its own cache."""
+    label_sets = LabelSets(files.eos_token_ids, lambda: files.tokenizer.token_bytes)
+    runner = ModelRunner(decoder, cache, Sampler(label_sets), settings.max_running, max_model_len)
+    scheduler = Scheduler(
+        BlockPool(cache.num_blocks),
+        settings.block_size,
+        max_model_len,
+        settings.max_tokens_per_step,
+        settings.max_running,
+        identity,
+        settings.prefix_caching,
+    )
+    return Engine(runner, scheduler, lambda stop: TextStream(files.tokenizer, stop), label_sets, files.eos_token_ids)
 
 
 def open_model(path: Path) -> LoadedModel:
@@ -166,7 +173,7 @@ def check_canary(decoder: Decoder) -> None:
     num_tokens = min(_CANARY_TOKENS, decoder.num_positions)
     batch, num_blocks = worst_step_batch(num_tokens, 1, num_tokens, _CANARY_TOKENS, decoder.device)
     batch = replace(batch, token_ids=torch.arange(num_tokens, device=decoder.device) % decoder.num_tokens)
-    logits = decoder.logits(decoder.forward(batch, _allocate_cache(decoder, num_blocks, _CANARY_TOKENS)))
+    logits = decoder.logits(decoder.forward(batch, allocate_cache(decoder, num_blocks, _CANARY_TOKENS)))
     if not bool(torch.isfinite(logits[:, : decoder.num_tokens]).all()):
         raise ModelError(
             f"the model's first logits are not finite in {str(decoder.dtype).removeprefix('torch.')}: its weights are "
@@ -194,7 +201,7 @@ def _size_cache(decoder: Decoder, settings: EngineSettings, max_model_len: int) 
         batch, num_blocks = worst_step_batch(
             settings.max_tokens_per_step, settings.max_running, max_model_len, settings.block_size, decoder.device
         )
-        cache = _allocate_cache(decoder, num_blocks, settings.block_size)
+        cache = allocate_cache(decoder, num_blocks, settings.block_size)
         decoder.logits(decoder.forward(batch, cache))
 
     free_bytes = free_bytes_for_cache(settings, decoder.device, worst_step)
@@ -203,7 +210,8 @@ def _size_cache(decoder: Decoder, settings: EngineSettings, max_model_len: int) 
     )
 
 
-def _allocate_cache(decoder: Decoder, num_blocks: int, block_size: int) -> KVCache:
+def allocate_cache(decoder: Decoder, num_blocks: int, block_size: int) -> KVCache:
+    """An empty cache of the decoder's shape, dtype and device."""
     config = decoder.config
     return KVCache.allocate(
         config.num_layers,

@@ -103,7 +103,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     architectures = config.get("architectures") or ["none named"]
     family = next((row for row in FAMILIES if row.architecture in architectures), None)
     if family is None:
-        raise _unsupported(f"{folder / 'config.json'} names {', '.join(map(str, architectures))}")
+        kind = config.get("model_type", "no model_type")
+        raise _unsupported(f"{folder / 'config.json'} is of the architecture {', '.join(architectures)} ({kind})")
     fields = _Fields(config, str(folder / "config.json"))
     _refuse_unread(fields)
 
