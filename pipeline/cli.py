@@ -75,8 +75,10 @@ def submit(
     kafka: KafkaOption = None,
 ) -> None:
     """Send a file's documents to Kafka, one a line, after checking every line as a worker would."""
+    from pipeline.logs import silence_logs
     from pipeline.submit import submit_file
 
+    silence_logs()
     with _told():
         settings = _load(config, set_, kafka, None)
         num_sent = submit_file(settings, file, task, job, None if input_format == "auto" else input_format, topic)
@@ -95,8 +97,10 @@ def results(
     elasticsearch: ElasticsearchOption = None,
 ) -> None:
     """Show answers and failures out of Elasticsearch."""
+    from pipeline.logs import silence_logs
     from pipeline.show_results import print_jsonl, print_table
 
+    silence_logs()
     with _told():
         settings = _load(config, set_, None, elasticsearch)
         if format_ == "jsonl":

@@ -30,7 +30,6 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
         processors=[*shared, *last, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
@@ -44,6 +43,12 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
     root.setLevel(number)
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+def silence_logs() -> None:
+    """For commands that a person waits for: what is wrong comes as one sentence, not as the libraries' own lines."""
+    logging.getLogger().handlers[:] = [logging.NullHandler()]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def _add_extra(_: Any, __: str, event: Any) -> Any:

@@ -108,9 +108,7 @@ MakeStage = Callable[..., Bench]
 def make_stage() -> Iterator[MakeStage]:
     made: list[Bench] = []
 
-    def make(
-        source: MemorySource, *engines: dict[str, float | str], restarts: int = 3
-    ) -> Bench:
+    def make(source: MemorySource, *engines: dict[str, float | str], restarts: int = 3) -> Bench:
         commands = [fake_engine_command(**behaviour) for behaviour in engines or ({},)]
         made.append(Bench(commands, source, restarts))
         return made[-1]

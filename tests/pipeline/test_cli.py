@@ -1,0 +1,221 @@
+"""The command: what it says and how it ends."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.submit import Submission, guess_format, messages, plan_submission
+from pipeline.worker import Worker
+from schemas.errors import SettingsError
+from schemas.settings import load_settings
+from tests.fakes import fake_engine_command
+from tests.pipeline.parts import ByteTokenizer
+from tests.servers.elasticsearch_node import ElasticsearchNode
+from tests.servers.kafka_broker import KafkaBroker
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """A command sets the process's logs up for good; a test is not a process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def ends(*arguments: str) -> tuple[int, str, str]:
+    result = runner.invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_mistake_in_the_settings_is_one_sentence_and_exit_code_2() -> None:
+    assert ends("worker", "--set", "kafka.topcs=a") == (
+        2, "", "pagemill: unknown setting kafka.topcs (flag); did you mean kafka.topics?\n",
+    )  # fmt: skip
+    assert ends("worker", "--set", "kafka.topics") == (
+        2,
+        "",
+        "pagemill: --set 'kafka.topics': write it as key=value, such as kafka.topics=pagemill.documents\n",
+    )
+
+
+def test_a_worker_without_addresses_says_what_to_set() -> None:
+    code, out, err = ends("worker")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert all(key in err for key in ("kafka.bootstrap_servers", "elasticsearch.urls", "model.path"))
+
+
+def test_addresses_have_flags_of_their_own() -> None:
+    _, _, err = ends("worker", "--kafka", "a:1,b:2", "--elasticsearch", "http://c:3")
+    assert "kafka.bootstrap_servers = " not in err
+    assert "elasticsearch.urls = " not in err
+
+
+def test_check_config_prints_what_it_would_use_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("pagemill.toml").write_text('[kafka]\ngroup = "mine"\n[tasks.a]\ntemplate = "{{ text }}"\n')
+    monkeypatch.setenv("PAGEMILL_KAFKA__SASL_PASSWORD", "hush")
+    code, out, _ = ends("check-config", "--set", "kafka.topics=a,b")
+    assert code == 0
+    assert 'group = "mine"' in out
+    assert 'topics = ["a", "b"]' in out
+    assert 'template = "{{ text }}"' in out
+    assert "hush" not in out
+    assert 'sasl_password = "**********"' in out
+
+
+def test_check_config_finds_a_template_that_does_not_compile() -> None:
+    Path("pagemill.toml").write_text('[tasks.a]\ntemplate = "{{ text"\n')
+    code, _, err = ends("check-config")
+    assert code == 2
+    assert err.startswith("pagemill: tasks.a.template, line 1: ")
+
+
+@pytest.mark.parametrize(("of", "key"), [("message", "prompt_token_ids"), ("row", "finish_reason")])
+def test_schema_prints_a_json_schema(of: str, key: str) -> None:
+    code, out, _ = ends("schema", of)
+    schema = json.loads(out)
+    assert code == 0
+    assert key in schema["properties"]
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def submission(**changes: Any) -> Submission:
+    plain = {"task": "t", "job": "j", "name": "f", "input_format": "jsonl", "text_is_field": True}
+    return Submission(**{**plain, **changes})
+
+
+def made(lines: list[str], **changes: Any) -> list[dict[str, Any]]:
+    return [json.loads(value) for _, _, value in messages(lines, submission(**changes), 1000)]
+
+
+def test_a_json_line_with_content_is_a_document_and_another_one_is_its_fields() -> None:
+    lines = ['{"id": "a", "prompt": "x", "job": "own"}\n', "\n", '{"id": 7, "text": "y"}\n', '{"text": "z"}']
+    assert made(lines) == [
+        {"id": "a", "prompt": "x", "job": "own", "task": "t"},
+        {"fields": {"id": 7, "text": "y"}, "id": "7", "job": "j", "task": "t"},
+        {"fields": {"text": "z"}, "id": "f-4", "job": "j", "task": "t"},
+    ]
+
+
+def test_a_text_line_is_the_field_text_or_the_prompt() -> None:
+    assert made(["hello\n"], input_format="text") == [
+        {"fields": {"text": "hello"}, "id": "f-1", "job": "j", "task": "t"},
+    ]
+    assert made(["hello"], input_format="text", text_is_field=False)[0]["prompt"] == "hello"
+
+
+def test_the_key_is_the_id() -> None:
+    assert [key for _, key, _ in messages(['{"id": "ä", "prompt": "x"}'], submission(), 1000)] == ["ä".encode()]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is list, not a JSON object"),
+        ('{"prompt": "x", "priority": 11}', "line 2: 'priority'"),
+        ('{"prompt": "x", "promtp": "y"}', "line 2: "),
+        (json.dumps({"prompt": "x" * 1000}), "max_document_bytes"),
+    ],
+)
+def test_a_line_that_a_worker_would_refuse_is_refused_with_its_number(line: str, sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        made(['{"prompt": "fine"}', line])
+    assert sentence in str(caught.value)
+
+
+def test_the_format_is_guessed_by_ending_then_by_the_first_character() -> None:
+    assert guess_format("a.jsonl", "text") == "jsonl"
+    assert guess_format("a.txt", "{") == "text"
+    assert guess_format("a", '  {"a": 1}') == "jsonl"
+    assert guess_format("", "hello") == "text"
+
+
+def test_text_is_a_prompt_where_the_task_has_no_template() -> None:
+    settings = load_settings(None, {"tasks": {"with": {"template": "{{ text }}"}, "without": {}}}, {})
+    plans = {task: plan_submission(settings, "f", task, "j", "text") for task in ("with", "without", "default", "new")}
+    assert {task: plan.text_is_field for task, plan in plans.items()} == {
+        "with": True, "without": False, "default": False, "new": True,
+    }  # fmt: skip
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    assert ends("submit", "nowhere.txt", "--kafka", "127.0.0.1:1")[2].endswith(
+        "pagemill: 'nowhere.txt' cannot be read: No such file or directory\n"
+    )
+    assert ends("submit", "nowhere.txt")[0] == 2
+    assert ends("results")[2].startswith("pagemill: elasticsearch.urls is not set")
+
+
+@pytest.fixture
+def settings_file(
+    kafka_broker: KafkaBroker, elasticsearch_node: ElasticsearchNode, fresh_name: Callable[[str], str]
+) -> None:
+    Path("pagemill.toml").write_text(
+        f"""
+        [kafka]
+        bootstrap_servers = ["{kafka_broker.bootstrap_servers}"]
+        topics = ["{fresh_name("submitted")}"]
+        dead_letter_topic = "{fresh_name("dead-letters")}"
+        group = "{fresh_name("group")}"
+        [elasticsearch]
+        urls = ["{elasticsearch_node.url}"]
+        index = "{fresh_name("results")}"
+        number_of_replicas = 0
+        [worker]
+        http_port = 0
+        [tasks.echo]
+        template = "{{{{ text }}}}"
+        """
+    )
+
+
+@pytest.mark.real_servers
+@pytest.mark.usefixtures("settings_file")
+def test_submitted_lines_come_out_of_results() -> None:
+    Path("lines.txt").write_text("one\ntwo\n\nthree\n")
+    code, out, err = ends("submit", "lines.txt", "--task", "echo", "--job", "mine")
+    assert (code, err.strip()) == (0, "")
+    assert out.startswith("3 documents sent to submitted-")
+    line = '{"id": "x", "task": "nobody", "prompt": "y"}\n'
+    result = runner.invoke(app, ["submit", "-", "--job", "mine"], input=line)
+    assert result.exit_code == 0, result.stderr
+    Worker(load_settings(None, {}, {}), engine_command=fake_engine_command(), tokenizer=ByteTokenizer()).run(True)
+    code, out, _ = ends("results", "--job", "mine", "--status", "answered", "--format", "jsonl")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert sorted(row["id"] for row in rows) == ["lines-1", "lines-2", "lines-4"]
+    code, out, _ = ends("results", "--job", "mine")
+    assert code == 0
+    assert "UNKNOWN_TASK" in out
+    assert "4 of 4 rows shown; 3 answered, 1 failed" in out
+    assert ends("results", "--job", "other")[1].splitlines()[-1].startswith("0 of 0 rows shown")
+
+
+@pytest.mark.real_servers
+@pytest.mark.usefixtures("settings_file")
+def test_a_bad_line_stops_the_submission_before_anything_is_sent() -> None:
+    Path("lines.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
+    code, out, err = ends("submit", "lines.jsonl")
+    assert (code, out) == (2, "")
+    assert "pagemill: line 2: 'prompt'" in err
+    worker = Worker(load_settings(None, {}, {}), engine_command=fake_engine_command(), tokenizer=ByteTokenizer())
+    with pytest.raises(Exception, match="no such Kafka topic"):
+        worker.run(True)

@@ -1,0 +1,64 @@
+"""The worker's HTTP face, over a real socket."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pipeline.http import StatusServer
+from schemas.errors import SettingsError
+
+
+class Face:
+    def __init__(self) -> None:
+        self.alive = True
+        self.parts: dict[str, str | None] = {"engine": None, "kafka": None}
+        self.server = StatusServer(
+            "127.0.0.1", 0, is_alive=lambda: self.alive, readiness=lambda: self.parts, metrics=lambda: b"a 1\n"
+        )
+        self.server.start()
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}{path}", timeout=5) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+@pytest.fixture
+def face() -> Iterator[Face]:
+    face = Face()
+    yield face
+    face.server.close()
+
+
+def test_livez_says_whether_the_worker_moves(face: Face) -> None:
+    assert face.get("/livez") == (200, '{"alive": true}\n')
+    face.alive = False
+    assert face.get("/livez") == (503, '{"alive": false}\n')
+
+
+def test_readyz_says_which_part_is_not_ready(face: Face) -> None:
+    assert face.get("/readyz")[0] == 200
+    face.parts["kafka"] = "no assignment received"
+    status, text = face.get("/readyz")
+    assert status == 503
+    assert json.loads(text) == {"ready": False, "parts": {"engine": "ready", "kafka": "no assignment received"}}
+
+
+def test_metrics_are_prometheus_text_and_other_paths_are_not_there(face: Face) -> None:
+    assert face.get("/metrics?name[]=a") == (200, "a 1\n")
+    assert face.get("/")[0] == 404
+
+
+def test_a_taken_port_is_told_with_its_setting(face: Face) -> None:
+    never: Callable[[], bool] = lambda: True  # noqa: E731
+    with pytest.raises(SettingsError) as caught:
+        StatusServer("127.0.0.1", face.server.port, is_alive=never, readiness=dict, metrics=bytes)
+    assert str(caught.value) == (
+        f"worker.http_host = '127.0.0.1', worker.http_port = {face.server.port} cannot be listened on: Address already "
+        "in use; give another worker.http_port, or 0 for any free one"
+    )
