@@ -41,9 +41,9 @@ def main() -> None:
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds += children.ru_utime + children.ru_stime
-    print(
-        f"{options.requests} requests of {options.tokens} tokens in {seconds:.2f} s: {answered / seconds:,.0f} a second"
-    )
+    print(f"{answered} requests of {options.tokens} tokens")
+    print(f"in {seconds:.2f} s: {answered / seconds:,.0f} a second")
+    print(f"by processor time, {cpu_seconds:.2f} s: {answered / cpu_seconds:,.0f} a second")
 
 
 if __name__ == "__main__":
