@@ -136,7 +136,7 @@ def check_reachable(
 
 def _why_not(error: ApiError | TransportError, addresses: str) -> str:
     if isinstance(error, TlsError):
-        return f"no TLS connection to {addresses} ({error.message}): set elasticsearch.ca_file to its authority's certificate"
+        return f"no TLS connection to {addresses} ({error.message}): is it https, is elasticsearch.ca_file right?"
     if isinstance(error, ApiError) and error.meta.status == 401:
         return (
             f"Elasticsearch at {addresses} refuses the credentials (401): "
