@@ -55,6 +55,8 @@ class DecodeGraphs:
         shapes = self._shapes(self.buckets[-1], True)
         num_ints = layout([*shapes, (0,)])[-1]
         self._buffer = torch.zeros(num_ints, dtype=torch.int32, device=decoder.device)
+        # Like every tensor that graphs read, held as long as they are.
+        self._query_starts = torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=decoder.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, bool], _Captured] = {}
         for bucket in reversed(self.buckets):  # the largest first: the others fit into its memory
@@ -127,11 +129,10 @@ class DecodeGraphs:
         rows, token_ids, positions, slot_mapping, lengths, tables, *of_shared = inputs
         shared = None
         if of_shared:
-            shared_lengths, query_starts, num_rows, shared_tables, private_lengths, private_tables = of_shared
+            shared_lengths, shared_starts, num_rows, shared_tables, private_lengths, private_tables = of_shared
             shared = SharedPrefixes(
-                shared_tables, shared_lengths, query_starts, num_rows, private_tables, private_lengths
+                shared_tables, shared_lengths, shared_starts, num_rows, private_tables, private_lengths
             )
-        query_starts = torch.arange(bucket + 1, dtype=torch.int32, device=self._decoder.device)
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
             known = torch.where(token_ids < 0, self._last_token_ids[rows], token_ids)
@@ -140,7 +141,7 @@ class DecodeGraphs:
                 positions=positions,
                 slot_mapping=slot_mapping,
                 block_tables=tables,
-                query_starts=query_starts,
+                query_starts=self._query_starts[: bucket + 1],
                 sequence_lengths=lengths,
                 logits_indices=None,
                 max_query_length=1,

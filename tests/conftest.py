@@ -1,6 +1,7 @@
 """What every test may ask for."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 # Triton decides at its import whether kernels are compiled or interpreted, and an engine's test may import it before the
@@ -8,4 +9,6 @@ from pathlib import Path
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest_plugins = ["tests.servers.fixtures"]
+# Kernels and engine are also tested on machines that have neither Kafka's client nor Elasticsearch's.
+if find_spec("kafka") and find_spec("elasticsearch"):
+    pytest_plugins = ["tests.servers.fixtures"]

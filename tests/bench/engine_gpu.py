@@ -1,0 +1,379 @@
+"""The engine on one GPU: is it right, and how long do the six fixed workloads take.
+
+    python -m tests.bench.engine_gpu check                     correctness alone
+    python -m tests.bench.engine_gpu time [--precision bf16] [--workloads seed_mix,few_shot] [--runs 1]
+    python -m tests.bench.engine_gpu profile --workloads decode_heavy
+
+`time` checks first. The model is the Qwen2.5-7B shape with random weights; requests run greedily to their full length,
+in the batcher's order. Needs torch, triton, numpy, transformers (for the check), safetensors; flash-attn 4 where it is.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.block_hash import hash_blocks
+from engine.block_pool import BlockPool
+from engine.cuda_runner import CudaRunner
+from engine.engine import Engine
+from engine.grammar import LabelSets
+from engine.kv_cache import KVCache
+from engine.model_config import FAMILIES, ModelConfig, RopeConfig
+from engine.models.decoder import Decoder
+from engine.models.precision import Fp8Precision, PlainPrecision
+from engine.sampler import Sampler
+from engine.scheduler import Scheduler
+from engine.step_arrays import MIN_TOKENS_SAVED
+from engine.weights.names import expected_parameters
+from schemas.inference import InferenceOutput, InferenceRequest, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent))
+import floor
+import workloads
+
+DEVICE = torch.device("cuda", 0)
+
+QWEN2_7B = ModelConfig(
+    family=FAMILIES[0],
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_size=128,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=32_768,
+    rope=RopeConfig(theta=1_000_000.0),
+    tied_embeddings=False,
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=False,
+    windows=(None,) * 28,
+    eos_token_ids=frozenset(),
+)
+# Small, with the same head size and group, for the check: 2 layers would hide an error that only a third would show.
+CHECKED = replace(
+    QWEN2_7B, vocab_size=2048, hidden_size=512, intermediate_size=1024, num_layers=4, num_heads=14, num_kv_heads=2,
+    head_size=64, windows=(None,) * 4,
+)  # fmt: skip
+
+
+class NoText:
+    """Outputs are token ids; nothing is detokenised here."""
+
+    def append(self, token_id: int) -> str | None:
+        return None
+
+    def finish(self) -> str:
+        return ""
+
+
+def random_parameters(
+    config: ModelConfig, dtype: torch.dtype, seed: int, peaked: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Drawn on the device. `peaked`: keys and queries large, so that one wrong key among many shows."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for parameter in expected_parameters(config, "huggingface"):
+        if parameter.name.endswith("norm.weight"):
+            tensor = torch.ones(parameter.shape, device=DEVICE)
+        elif len(parameter.shape) == 1:
+            tensor = torch.randn(parameter.shape, device=DEVICE, generator=generator) * 0.1
+        else:
+            scale = parameter.shape[-1] ** -0.5 if peaked else 0.02
+            tensor = torch.randn(parameter.shape, device=DEVICE, generator=generator, dtype=torch.float32) * scale
+            if peaked and parameter.name.endswith("qkv.weight"):
+                tensor[: config.query_size + config.kv_size] *= 2.0
+            if peaked and parameter.name == "head.weight":
+                tensor *= 4.0
+        yield parameter.name, tensor.to(dtype)
+        del tensor
+
+
+@dataclass(frozen=True)
+class Build:
+    """An engine's settings in this script."""
+
+    precision: str = "bf16"
+    block_size: int = 16
+    kv_cache_tokens: int = 1_400_000
+    max_tokens_per_step: int = 8192
+    max_running: int = 1024
+    max_model_len: int = 8192
+    with_graphs: bool = True
+    min_tokens_saved: int | None = MIN_TOKENS_SAVED
+
+
+def build_decoder(
+    config: ModelConfig, dtype: torch.dtype, precision: str, max_model_len: int, seed: int, peaked: bool
+) -> Decoder:
+    chosen = Fp8Precision() if precision == "fp8" else PlainPrecision()
+    with torch.inference_mode():
+        parameters = random_parameters(config, dtype, seed, peaked)
+        return Decoder(config, parameters, config.vocab_size, max_model_len, DEVICE, chosen)
+
+
+def build_engine(decoder: Decoder, build: Build) -> tuple[Engine, CudaRunner]:
+    config = decoder.config
+    cache = KVCache.allocate(
+        config.num_layers, build.kv_cache_tokens // build.block_size, build.block_size, config.num_kv_heads,
+        config.head_size, decoder.dtype, DEVICE,
+    )  # fmt: skip
+    label_sets = LabelSets(frozenset(), lambda: ())
+    runner = CudaRunner(
+        decoder, cache, Sampler(label_sets), build.max_running, build.max_model_len, build.max_tokens_per_step,
+        build.with_graphs, build.min_tokens_saved,
+    )  # fmt: skip
+    scheduler = Scheduler(
+        BlockPool(cache.num_blocks), build.block_size, build.max_model_len, build.max_tokens_per_step, build.max_running
+    )
+    return Engine(runner, scheduler, lambda stop: NoText(), label_sets, ()), runner
+
+
+def run(engine: Engine, requests: Sequence[tuple[list[int], int]], block_size: int) -> dict[int, InferenceOutput]:
+    """All requests to their full length, in the batcher's order: by their chains of block hashes."""
+    hashed = [(hash_blocks(prompt, block_size, b""), i) for i, (prompt, _) in enumerate(requests)]
+    for hashes, i in sorted(hashed):
+        prompt, max_tokens = requests[i]
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(InferenceRequest(i, tuple(prompt), sampling, seed=0, block_hashes=hashes))
+    outputs = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            outputs[output.request_id] = output
+    return outputs
+
+
+# ---- correctness
+
+
+def reference_gaps(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+    """For each output token: how far its float32 logit lies below the largest, teacher-forced."""
+    ids = torch.tensor([[*prompt, *output]], device=DEVICE)
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
+    return (logits.max(dim=1).values - chosen).tolist()
+
+
+def transformers_model(config: ModelConfig, dtype: torch.dtype, seed: int) -> Any:
+    """The same weights, rounded to `dtype`, in transformers' own float32 model."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, head_dim=config.head_size,
+            num_key_value_heads=config.num_kv_heads, rms_norm_eps=config.rms_norm_eps, tie_word_embeddings=False,
+            max_position_embeddings=config.max_position_embeddings, rope_theta=config.rope.theta,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        )
+    ).to(DEVICE).eval()  # fmt: skip
+    state: dict[str, torch.Tensor] = {}
+    for parameter, (name, tensor) in zip(
+        expected_parameters(config, "huggingface"), random_parameters(config, dtype, seed, True), strict=True
+    ):
+        assert parameter.name == name
+        state |= dict(zip(parameter.parts, tensor.float().split(parameter.part_rows), strict=True))
+    model.load_state_dict(state)
+    return model
+
+
+def check_requests(config: ModelConfig) -> list[tuple[list[int], int]]:
+    """Alone and in groups under long prefixes, at lengths around a block's edge."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, config.vocab_size, (count,), generator=generator).tolist()
+
+    requests = [(ids(n), 24) for n in (1, 15, 16, 17, 31, 33, 64, 100, 257)]
+    for length in (640, 1000):
+        prefix = ids(length)
+        requests += [(prefix + ids(1 + 5 * i), 24) for i in range(12)]
+    requests += [(ids(5), 90), (ids(300), 3)]
+    return requests
+
+
+def check() -> None:
+    """Raises AssertionError where the engine and transformers disagree; prints the distances."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    requests = check_requests(CHECKED)
+    small = Build(
+        kv_cache_tokens=1_500 * 16, max_tokens_per_step=301, max_running=64, max_model_len=2048, min_tokens_saved=256
+    )
+    cases = {
+        "graphs, chunks of 301": small,
+        "eager": replace(small, with_graphs=False),
+        "no shared prefix": replace(small, min_tokens_saved=None),
+        "preemption: 3,200 tokens of cache": replace(small, kv_cache_tokens=3_200, max_tokens_per_step=512),
+        "blocks of 128": replace(small, block_size=128, max_tokens_per_step=2048),
+    }
+    for dtype, precision in ((torch.float32, "bf16"), (torch.bfloat16, "bf16"), (torch.bfloat16, "fp8")):
+        exact = dtype == torch.float32
+        model = transformers_model(CHECKED, dtype, seed=3)
+        for name, build in cases.items():
+            if exact and name == "blocks of 128":
+                continue
+            decoder = build_decoder(CHECKED, dtype, precision, build.max_model_len, 3, True)
+            engine, runner = build_engine(decoder, replace(build, precision=precision))
+            outputs = run(engine, requests, build.block_size)
+            gaps: list[float] = []
+            for i, (prompt, max_tokens) in enumerate(requests):
+                assert outputs[i].failure is None, outputs[i]
+                assert len(outputs[i].token_ids) == max_tokens
+                gaps += reference_gaps(model, prompt, outputs[i].token_ids)
+            limit = {(True, "bf16"): 1e-3, (False, "bf16"): 1.0, (False, "fp8"): 6.0}[exact, precision]
+            label = f"{'float32' if exact else precision:8s}{name}"
+            stats = engine.stats()
+            print(
+                f"check {label:45s} largest distance {max(gaps):8.5f}, {sum(g > 0 for g in gaps):4d} of {len(gaps)} tokens"
+                f" not the reference's; {runner.num_replays} replays, {runner.num_shared_steps} shared steps,"
+                f" {stats.num_preemptions} preemptions, {stats.num_cached_tokens} cached",
+                flush=True,
+            )
+            assert max(gaps) <= limit, f"{label}: {max(gaps)} is more than {limit}"
+            del engine, runner, decoder
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+# ---- time
+
+
+def time_workloads(names: Sequence[str], build: Build, runs: int) -> None:
+    began = time.perf_counter()
+    decoder = build_decoder(QWEN2_7B, torch.bfloat16, build.precision, build.max_model_len, 0, False)
+    torch.cuda.synchronize()
+    print(
+        f"weights: {torch.cuda.memory_allocated() / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s", flush=True
+    )
+    for name in names:
+        requests = workloads.WORKLOADS[name]()
+        cap = workloads.KV_TOKENS.get(name)
+        fresh, attention, kv_read, kv_private, shared_decode, outputs = floor.count(requests)
+        rate = floor.GEMM[build.precision]
+        gemm = (
+            floor.LAYER_FLOP * (fresh + outputs - len(requests)) / rate + floor.HEAD_FLOP * outputs / floor.GEMM["bf16"]
+        )
+        flop = 4 * floor.LAYERS * floor.HEADS * floor.HEAD
+        prefill = flop * attention / floor.ATTENTION
+        plain = gemm + prefill + floor.KV_BYTES * kv_read / floor.COPY
+        shared = gemm + prefill + floor.KV_BYTES * kv_private / floor.COPY + flop * shared_decode / floor.ATTENTION
+        seconds = []
+        for _ in range(runs):
+            began = time.perf_counter()
+            engine, runner = build_engine(decoder, replace(build, kv_cache_tokens=cap or build.kv_cache_tokens))
+            torch.cuda.synchronize()
+            start_up = time.perf_counter() - began
+            run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
+            before = engine.stats()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            done = run(engine, requests, build.block_size)
+            seconds.append(time.perf_counter() - began)
+            assert all(len(done[i].token_ids) == n for i, (_, n) in enumerate(requests)), "an output is too short"
+            stats = engine.stats()
+            parts = ", ".join(
+                f"{part} {value - before.step_seconds[part]:.2f}" for part, value in stats.step_seconds.items()
+            )
+            steps = stats.num_steps - before.num_steps
+            total = sum(len(p) for p, _ in requests) + outputs
+            print(
+                f"{name:16s} {build.precision} {seconds[-1]:7.2f} s ({total / seconds[-1]:,.0f} tok/s,"
+                f" {outputs / seconds[-1]:,.0f} out); {steps} steps, {runner.num_replays} replays,"
+                f" {runner.num_shared_steps} shared;"
+                f" cached {stats.num_cached_tokens - before.num_cached_tokens:,}, computed"
+                f" {stats.num_computed_tokens - before.num_computed_tokens:,}, preempted {stats.num_preemptions};"
+                f" start {start_up:.1f} s; host: {parts}",
+                flush=True,
+            )
+            del engine, runner
+            gc.collect()
+            torch.cuda.empty_cache()
+        best = statistics.median(seconds)
+        print(
+            f"RESULT {name:16s} {build.precision} {best:7.2f} s, {min(seconds):.2f} to {max(seconds):.2f};"
+            f" floor plain {plain:.1f}, shared {shared:.1f}; {plain / best:.0%} and {shared / best:.0%} of it",
+            flush=True,
+        )
+
+
+def profile(names: Sequence[str], build: Build) -> None:
+    """Time by kernel over a part of a workload, and how long the GPU was idle."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    decoder = build_decoder(QWEN2_7B, torch.bfloat16, build.precision, build.max_model_len, 0, False)
+    for name in names:
+        cap = workloads.KV_TOKENS.get(name)
+        engine, _ = build_engine(decoder, replace(build, kv_cache_tokens=cap or build.kv_cache_tokens))
+        requests = workloads.WORKLOADS[name]()
+        run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
+        hashed = sorted((hash_blocks(p, build.block_size, b""), i) for i, (p, _) in enumerate(requests))
+        for hashes, i in hashed:
+            sampling = SamplingParams(max_tokens=requests[i][1], ignore_eos=True)
+            engine.add_request(InferenceRequest(i, tuple(requests[i][0]), sampling, seed=0, block_hashes=hashes))
+        for _ in range(40):
+            engine.step()
+        torch.cuda.synchronize()
+        with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
+            began = time.perf_counter()
+            for _ in range(25):
+                engine.step()
+            torch.cuda.synchronize()
+            wall = time.perf_counter() - began
+        events = [e for e in result.events() if e.device_type.name == "CUDA"]
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+        busy, last = 0.0, 0.0
+        for start, end in spans:
+            busy += max(0.0, end - max(start, last))
+            last = max(last, end)
+        span = spans[-1][1] - spans[0][0]
+        by_name: dict[str, tuple[float, int]] = {}
+        for e in events:
+            seconds, count = by_name.get(e.name, (0.0, 0))
+            by_name[e.name] = (seconds + e.time_range.end - e.time_range.start, count + 1)
+        print(
+            f"PROFILE {name} {build.precision}: 25 steps in {wall * 1e3:.1f} ms; GPU busy {busy / span:.1%} of its span"
+        )
+        for kernel, (seconds, count) in sorted(by_name.items(), key=lambda entry: -entry[1][0])[:18]:
+            print(f"  {seconds / 1e3:9.2f} ms {seconds / busy:6.1%} {count:6d} x  {kernel[:110]}")
+        sys.stdout.flush()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("check", "time", "profile"))
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--workloads", default=",".join(workloads.WORKLOADS))
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--step", type=int, default=8192, help="max_tokens_per_step")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--no-check", action="store_true", help="time alone, where a check has just passed")
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    build = Build(precision=arguments.precision, max_tokens_per_step=arguments.step, block_size=arguments.block_size)
+    names = arguments.workloads.split(",")
+    if arguments.what == "check" or (arguments.what == "time" and not arguments.no_check):
+        check()
+    if arguments.what == "time":
+        time_workloads(names, build, arguments.runs)
+    if arguments.what == "profile":
+        profile(names, build)
+
+
+if __name__ == "__main__":
+    main()
