@@ -4,8 +4,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-# Triton decides at its import whether kernels are compiled or interpreted, and an engine's test may import it before the
-# kernels' own do: so here, before any of them, and by the device files, since torch takes seconds to ask.
+# Triton decides at its import whether kernels are compiled or interpreted, and an engine's test may import it before
+# the kernels' own do: so here, before any of them, and by the device files, since torch takes seconds to ask.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
