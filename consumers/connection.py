@@ -11,6 +11,8 @@ from schemas.settings import KafkaSettings
 
 logger = logging.getLogger(__name__)
 
+_MAX_RECONNECT_SECONDS = 3.0  # the clients' own 30 would make a broker's short restart a long pause
+
 
 def client_options(settings: KafkaSettings) -> dict[str, Any]:
     """What consumer, producer and admin client have in common. Raises SettingsError where they contradict."""
@@ -20,6 +22,7 @@ def client_options(settings: KafkaSettings) -> dict[str, Any]:
         "bootstrap_servers": list(settings.bootstrap_servers),
         "client_id": settings.client_id,
         "bootstrap_timeout_ms": _milliseconds(settings.connect_timeout_seconds),
+        "reconnect_backoff_max_ms": _milliseconds(_MAX_RECONNECT_SECONDS),
         "security_protocol": settings.security_protocol,
     }
     if settings.security_protocol.endswith("SSL"):

@@ -57,7 +57,7 @@ def decode_document(raw: RawMessage, max_document_bytes: int) -> Document | Reje
         _check_beyond_the_model(message, value)
     except ValidationError as error:
         parsed = _parse_leniently(value)
-        return _reject(raw, parsed, FailureCode.BAD_MESSAGE, _describe(error, parsed))
+        return _reject(raw, parsed, FailureCode.BAD_MESSAGE, _describe(error, value, parsed))
     except DocumentError as error:
         return _reject(raw, _parse_leniently(value), error.failure.code, error.failure.message)
     return Document(
@@ -155,18 +155,38 @@ def replay_attempt(raw: RawMessage) -> int:
     return 0
 
 
-def _describe(error: ValidationError, parsed: object) -> str:
+def _describe(error: ValidationError, value: bytes, parsed: object) -> str:
     """One sentence for a person: the keys, what was expected of each, and what stood there."""
     if isinstance(parsed, dict):
         version = parsed.get("schema_version")
         if isinstance(version, int) and not isinstance(version, bool) and version > SCHEMA_VERSION:
             return _wrong_version(version)
     errors = error.errors(include_url=False)
+    if errors[0]["type"] == "json_invalid" and (why := _why_unreadable(value, parsed)) is not None:
+        return why
     inner = {one["loc"][:depth] for one in errors for depth in range(1, len(one["loc"]))}
     errors = [one for one in errors if one["loc"] not in inner]  # a list is also called too short for a bad entry
     sentences = list(dict.fromkeys(_describe_one(one, parsed) for one in errors))
     more = len(sentences) - _NUM_ERRORS_NAMED
     return "; ".join(sentences[:_NUM_ERRORS_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _why_unreadable(value: bytes, parsed: object) -> str | None:
+    """What the JSON reader does not say: that the bytes are no text, or which key's text holds a lone surrogate."""
+    try:
+        value.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: byte {error.start} is 0x{value[error.start]:02x}"
+    below: list[tuple[str, object]] = [("", parsed)]
+    while below:
+        path, branch = below.pop()
+        if not _is_utf8(path):
+            return f"the key {_shown(path)} holds a lone surrogate, which is no character"
+        if isinstance(branch, str) and not _is_utf8(branch):
+            return f"'{path}' holds a lone surrogate, which is no character"
+        named = branch.items() if isinstance(branch, dict) else enumerate(branch) if isinstance(branch, list) else ()
+        below += [(f"{path}.{name}" if path else str(name), inner) for name, inner in named]
+    return None
 
 
 def _describe_one(error: ErrorDetails, parsed: object) -> str:

@@ -51,6 +51,7 @@ class GroupMember:
         self._topic_ids: dict[str, object] = {}
         self._commit_sent_at: float | None = None  # None: none is outstanding
         self._committed_at = clock()
+        self._num_refused_commits = 0  # in a row
         self._failed = False
 
     def connect(self) -> None:
@@ -138,10 +139,16 @@ class GroupMember:
         self._commit_async(self._tracker.commits())
 
     def is_at_end(self) -> bool:
-        """Whether every assigned partition is read to its end, which is looked up now."""
+        """Whether every assigned partition is read to its end, which is looked up now.
+
+        A member without partitions is at the end once the group has committed all of the topics: it may only be
+        waiting for its share.
+        """
         assigned = list(self._consumer.assignment())
         try:
-            ends = self._consumer.end_offsets(assigned, timeout_ms=_LOOKUP_TIMEOUT_MS) if assigned else {}
+            if not assigned:
+                return self._group_is_at_end()
+            ends = self._consumer.end_offsets(assigned, timeout_ms=_LOOKUP_TIMEOUT_MS)
             return all(self._position(partition) >= end for partition, end in ends.items())
         except NoOffsetForPartitionError as error:
             self._begin_at_the_earliest(error.args[0])
@@ -240,6 +247,17 @@ class GroupMember:
                 except KafkaError:
                     continue
 
+    def _group_is_at_end(self) -> bool:
+        consumer, topics = self._consumer, self._settings.topics
+        partitions = [TopicPartition(topic, p) for topic in topics for p in consumer.partitions_for_topic(topic)]
+        starts = consumer.beginning_offsets(partitions, timeout_ms=_LOOKUP_TIMEOUT_MS)
+        ends = consumer.end_offsets(partitions, timeout_ms=_LOOKUP_TIMEOUT_MS)
+        for partition in partitions:
+            committed = consumer.committed(partition, timeout_ms=_LOOKUP_TIMEOUT_MS)
+            if (starts[partition] if committed is None else committed) < ends[partition]:
+                return False
+        return bool(partitions)
+
     def _position(self, partition: TopicPartition) -> int:
         """Where reading goes on; -1 where that is not known yet."""
         if partition not in self._consumer.assignment():
@@ -256,9 +274,12 @@ class GroupMember:
             self._commit_sent_at = None
             if not isinstance(answer, BaseException):
                 self._tracker.acknowledge(commits)
+                self._num_refused_commits = 0
                 return
-            level = logging.DEBUG if isinstance(answer, RebalanceInProgressError) else logging.WARNING
-            logger.log(level, "a commit was refused and will be sent again", extra={"reason": repr(answer)})
+            self._num_refused_commits += not isinstance(answer, RebalanceInProgressError)
+            if self._num_refused_commits in (1, 10, 100, 1000):
+                extra = {"reason": repr(answer), "refusals": self._num_refused_commits}
+                logger.warning("a commit was refused and will be sent again", extra=extra)
 
         self._consumer.commit_async(_offsets(commits), callback=on_answer)
 

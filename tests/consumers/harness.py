@@ -113,6 +113,10 @@ class BrokerView:
     def create_topic(self, topic: str, num_partitions: int = 1) -> None:
         self._admin.create_topics({topic: {"num_partitions": num_partitions, "replication_factor": 1}})
 
+    def add_partition(self, topic: str, num_partitions: int) -> None:
+        """So that the topic has that many."""
+        self._admin.create_partitions({topic: num_partitions})
+
     def delete_records_before(self, topic: str, offset: int) -> None:
         self._admin.delete_records({TopicPartition(topic, 0): offset})
 

@@ -61,7 +61,7 @@ def test_a_killed_members_partitions_go_to_the_survivor_and_nothing_is_lost(
     assignor: str,
 ) -> None:
     bootstrap_servers, topic = kafka_broker.bootstrap_servers, kafka_topic(num_partitions=4)
-    settings = kafka_settings(bootstrap_servers, topic, assignor=assignor)
+    settings = kafka_settings(bootstrap_servers, topic, assignor=assignor, session_timeout_seconds=3.0)
     log = tmp_path / "member.log"
     ours: Counter[str] = Counter()
 
@@ -155,6 +155,35 @@ def test_commits_never_go_backwards_while_members_come_and_go(
         wait_until(first.is_drained, "and complete")
     assert [broker_view.committed(settings, partition) for partition in range(2)] == [300, 300]
     assert all(offsets == sorted(offsets) for offsets in seen.values())
+
+
+def test_a_member_without_partitions_is_drained_only_when_the_group_is(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts("only"))
+    with running(settings) as first, running(settings, "worker-2") as second:
+        wait_until(lambda: first.num_in_flight + second.num_in_flight == 1, "one of the two has the document")
+        owner, idle = (first, second) if first.num_in_flight else (second, first)
+        (document,) = take(owner, 1)
+        wait_until(lambda: idle.has_assignment, "the other one is a member too")
+        for _ in range(10):
+            assert idle.poll(1, 0.1) == []
+            assert not idle.is_drained()
+        owner.complete([document.position])
+        wait_until(idle.is_drained, "the group has committed all")
+
+
+def test_a_partition_that_is_added_while_reading_is_read_from_its_start(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    with running(settings) as source:
+        wait_until(source.is_drained, "the first partition is read")
+        broker_view.add_partition(settings.topics[0], 2)
+        produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts("new"), partition=1)
+        (document,) = take(source, 1)
+    assert (document.position.partition, document.position.offset) == (1, 0)
 
 
 def test_a_second_worker_with_the_same_instance_id_stops_the_first_with_the_reason(

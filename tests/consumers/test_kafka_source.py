@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 from kafka import KafkaProducer
@@ -273,3 +275,58 @@ def test_what_retention_deleted_before_it_was_read_is_named_and_stops_the_source
     broker_view.delete_records_before(topic, 6)
     with running(settings) as source, pytest.raises(SourceError, match="offsets 2 to 5 were deleted before they"):
         take(source, 1)
+
+
+def test_a_missing_codec_stops_the_source_naming_the_partition_and_it_never_reads_again(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    topic = settings.topics[0]
+    produce(kafka_broker.bootstrap_servers, topic, prompts("plain"))
+    producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap_servers, compression_type="zstd")
+    producer.send(topic, *prompts("compress" * 500), partition=0).get(timeout=30)
+    producer.close()
+    monkeypatch.setattr("kafka.codec.has_zstd", lambda: False)
+    taken: list[Document | RejectedDocument] = []
+    with running(settings) as source:
+        with pytest.raises(SourceError, match=f"zstd compression codec not found. .*{topic}/0 from offset") as raised:
+            poll_until_it_stops(source, taken)
+        assert "must be installed" in str(raised.value)
+        with pytest.raises(SourceError, match="zstd compression codec"):
+            source.poll(1, 0.0)
+    assert offsets_of(taken) in ([], [0]), "what came before it may have been handed out"
+
+
+def test_a_broker_that_dies_and_comes_back_costs_nothing_but_time(tmp_path: Path) -> None:
+    broker = KafkaBroker.start(tmp_path / "kafka", **{"auto.create.topics.enable": "true"})
+    try:
+        settings = kafka_settings(broker.bootstrap_servers, "documents")
+        produce(broker.bootstrap_servers, "documents", [*prompts(0), b"{", *prompts(2)])
+        seen: set[int] = set()
+        with running(settings) as source:
+
+            def work(documents: list[Document | RejectedDocument]) -> set[int]:
+                for document in documents:
+                    seen.add(document.position.offset)
+                    then = partial(source.complete, [document.position])
+                    if isinstance(document, RejectedDocument):
+                        source.dead_letter(document.position, "j", document.failure, then)
+                    else:
+                        then()
+                return seen
+
+            documents = take(source, 3)
+            broker.kill()
+            work(documents)
+            assert source.poll(1, 2.0) == [], "nothing arrives, and nothing is raised"
+            assert source.num_in_flight == 1, "the dead letter cannot be acknowledged"
+            broker.restart()
+            produce(broker.bootstrap_servers, "documents", prompts(3))
+            # A restart that outlasts the session begins another epoch, and what was not committed comes again.
+            wait_until(lambda: work(source.poll(10, 0.1)) == {0, 1, 2, 3} and source.is_drained(), "all is complete")
+        view = BrokerView(broker.bootstrap_servers)
+        assert view.committed(settings) == 4
+        assert {record.key for record in view.records(settings.dead_letter_topic, 1)} == {b"documents/0/1"}
+        view.close()
+    finally:
+        broker.stop()
