@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.e2e.workers import WorkerProcess
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_tiny_gguf, write_tiny_model
 
 
 class StartWorker(Protocol):
@@ -35,3 +35,15 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random model and its tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def sharded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in several shards."""
+    return write_tiny_model(tmp_path_factory.mktemp("sharded-model"), max_shard_size="200KB")
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a GGUF file."""
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny-gguf") / "tiny.gguf")

@@ -7,6 +7,7 @@ from typing import Any
 from elasticsearch import ApiError, Elasticsearch
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
+from kafka.errors import CoordinatorNotAvailableError
 
 from pipeline.embedded import PRODUCER_OPTIONS
 from tests.e2e.documents import LIMITS, TASKS, Sent
@@ -105,7 +106,10 @@ class Servers:
         """The group's committed offset of each partition that has one."""
         admin = KafkaAdminClient(bootstrap_servers=self.kafka)
         try:
-            offsets = admin.list_group_offsets(self.name)[self.name]
+            try:
+                offsets = admin.list_group_offsets(self.name)[self.name]
+            except CoordinatorNotAvailableError:  # on a broker that no group has ever come to
+                return {}
             return {
                 partition.partition: entry.offset
                 for partition, entry in offsets.items()

@@ -15,7 +15,7 @@ from tests.e2e.workers import WorkerProcess
 # What the sentence must name: the key, the value or the limit that is wrong.
 NAMED = {
     "not JSON": "JSON",
-    "too large": "20000",
+    "too large": "20,000",
     "not UTF-8": "UTF-8",
     "no value": "no value",
     "empty value": "",
@@ -23,7 +23,7 @@ NAMED = {
     "wrong type": "priority",
     "out of range": "priority",
     "unknown key": "promt",
-    "lone surrogate": "surrogate",
+    "lone surrogate": "'prompt' holds a lone surrogate",
     "version of the future": "schema_version",
     "no content": "fields, messages, prompt, prompt_token_ids",
     "two contents": "prompt and prompt_token_ids",
@@ -79,7 +79,7 @@ def test_the_worker_goes_on_to_the_end(outcome: Outcome) -> None:
     assert len(outcome.dead) == len(BAD)
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(BAD), ids=list(BAD))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(BAD)), ids=list(BAD))
 def test_a_bad_message_fails_by_name_and_the_next_one_is_answered(outcome: Outcome, number: int, name: str) -> None:
     value, code = BAD[name]
     row, following = outcome.rows[2 * number], outcome.rows[2 * number + 1]

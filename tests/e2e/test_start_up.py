@@ -142,7 +142,9 @@ def test_a_wrong_kafka_password(
     fresh_name: Callable[[str], str],
     start_worker: StartWorker,
     tiny_model: Path,
+    tmp_path: Path,
 ) -> None:
+    (tmp_path / "password").write_text("not the password\n")
     servers = Servers(kafka_broker.bootstrap_servers, elasticsearch_node.url, fresh_name("password"), {})
     servers.create_topic(1)
     wrong = {
@@ -150,7 +152,7 @@ def test_a_wrong_kafka_password(
         "security_protocol": "SASL_PLAINTEXT",
         "sasl_mechanism": "PLAIN",
         "sasl_username": SASL_USER,
-        "sasl_password": "not the password",
+        "sasl_password_file": str(tmp_path / "password"),
     }
     worker = start_worker("worker", servers.settings(str(tiny_model), kafka=wrong))
     assert_refused(worker, servers, "uthentication", SASL_USER)
