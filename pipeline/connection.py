@@ -119,7 +119,7 @@ def check_reachable(
             if isinstance(error, ApiError) and error.meta.status == 403:
                 return  # it is there and knows us; that we may not see its health is no harm
             judgement = judge_call(error)
-            if judgement.verdict is Verdict.RETRY:
+            if judgement.verdict is Verdict.RETRY and not isinstance(error, TlsError):
                 raise refusal(judgement) from None
             raise SinkError(_why_not(error, addresses)) from None
 

@@ -94,8 +94,8 @@ def judge_call(error: ApiError | TransportError) -> Judgement:
     """The verdict on a call that failed as a whole: RETRY, SPLIT or STOP."""
     if isinstance(error, ApiError):
         return _judge_api_error(error)
-    if isinstance(error, TlsError):
-        return Judgement(Verdict.STOP, 0, "TLS", str(error.message))
+    if isinstance(error, TlsError) and "CERTIFICATE_VERIFY_FAILED" in str(error.message):
+        return Judgement(Verdict.STOP, 0, "TLS", str(error.message))  # other TLS errors come with a node that restarts
     # No reply, or one cut short. Whether it was applied is unknown; sending it again is harmless, by _id and version.
     return Judgement(Verdict.RETRY, 0, type(error).__name__, str(error.message))
 

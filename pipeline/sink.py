@@ -87,7 +87,10 @@ class ElasticsearchSink:
         self._breaker = CircuitBreaker(settings.breaker_failures, settings.max_backoff_seconds, clock)
         self._size = BulkSize(settings.bulk_documents, settings.bulk_bytes)
         self._stopping = threading.Event()
-        self._changed = threading.Condition()  # guards everything below
+        self._lock = threading.Lock()  # guards everything below
+        # Two conditions, or a `put` might wake who waits for the end instead of a writer.
+        self._work_came = threading.Condition(self._lock)
+        self._all_settled = threading.Condition(self._lock)
         self._outbox: deque[OutboundRow] = deque()
         self._outbox_bytes = 0
         self._unencodable: list[RejectedRow] = []
@@ -147,7 +150,7 @@ class ElasticsearchSink:
                 unencodable.append(RejectedRow(row, position, alias, version, failure))
             else:
                 outbound.append(OutboundRow(row, position, alias, identity, version, body, now))
-        with self._changed:
+        with self._lock:
             was_empty = not self._outbox
             self._num_pending += len(rows)
             self._unencodable += unencodable
@@ -155,7 +158,7 @@ class ElasticsearchSink:
             self._outbox_bytes += sum([len(row.body) for row in outbound])
             # A writer waits for the first row, then for a full bulk; every row between would only wake it for nothing.
             if unencodable or (outbound and was_empty) or self._is_full():
-                self._changed.notify()
+                self._work_came.notify()
 
     def check(self) -> None:
         """Raises the SinkError that stopped the writers, if one did."""
@@ -165,15 +168,15 @@ class ElasticsearchSink:
     def drain(self, timeout_seconds: float) -> bool:
         """Waits until every row that was put is settled, without waiting for full bulks. False: not in time."""
         deadline = time.monotonic() + timeout_seconds
-        with self._changed:
+        with self._lock:
             self._num_draining += 1
-            self._changed.notify_all()
+            self._work_came.notify_all()
             try:
                 while self._num_pending and self._error is None and not self._stopping.is_set():
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         break
-                    self._changed.wait(remaining)
+                    self._all_settled.wait(remaining)
             finally:
                 self._num_draining -= 1
         self.check()
@@ -182,8 +185,7 @@ class ElasticsearchSink:
     def close(self) -> None:
         """Stops at once, waits cut short. What is not settled is not acknowledged, and so comes again. Idempotent."""
         self._stopping.set()
-        with self._changed:
-            self._changed.notify_all()
+        self._wake_everybody()
         deadline = time.monotonic() + CLOSE_SECONDS
         for writer in self._writers:
             writer.join(max(0.0, deadline - time.monotonic()))
@@ -191,7 +193,7 @@ class ElasticsearchSink:
             self._client.close()
 
     def stats(self) -> SinkStats:
-        with self._changed:
+        with self._lock:
             return replace(
                 self._stats,
                 num_pending=self._num_pending,
@@ -220,25 +222,30 @@ class ElasticsearchSink:
             self._stop(SinkError(f"the sink's writer failed: {type(error).__name__}: {error}"))
 
     def _stop(self, error: SinkError) -> None:
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
-            self._stopping.set()
-            self._changed.notify_all()
+        self._stopping.set()
+        self._wake_everybody()
+
+    def _wake_everybody(self) -> None:
+        with self._lock:
+            self._work_came.notify_all()
+            self._all_settled.notify_all()
 
     def _next_bulk(self) -> tuple[list[RejectedRow], list[OutboundRow]]:
         """Waits for a full bulk, or for the oldest row's flush_seconds, a drain, a row to reject, or the end."""
-        with self._changed:
+        with self._lock:
             while not self._stopping.is_set():
                 if self._unencodable:
                     unencodable, self._unencodable = self._unencodable, []
                     return unencodable, []
                 if not self._outbox:
-                    self._changed.wait()
+                    self._work_came.wait()
                     continue
                 age = self._clock() - self._outbox[0].put_at
                 if self._is_full() or self._num_draining or age >= self._settings.flush_seconds:
                     return [], self._take_bulk()
-                self._changed.wait(self._settings.flush_seconds - age)
+                self._work_came.wait(self._settings.flush_seconds - age)
             return [], []
 
     def _is_full(self) -> bool:
@@ -254,7 +261,7 @@ class ElasticsearchSink:
             rows.append(self._outbox.popleft())
             self._outbox_bytes -= len(rows[-1].body)
         if self._outbox:
-            self._changed.notify()  # another writer may have its bulk, or has to wait for its time
+            self._work_came.notify()  # another writer may have its bulk, or has to wait for its time
         return rows
 
     def _write_all(self, bulk: BulkWriter, rows: list[OutboundRow]) -> None:
@@ -284,10 +291,11 @@ class ElasticsearchSink:
         self._size.grow()
 
     def _note_retry(self, error: BaseException, wait_seconds: float) -> None:
-        with self._changed:
+        if isinstance(error, BreakerOpen):
+            return  # nothing was sent
+        with self._lock:
             self._stats = replace(self._stats, num_retries=self._stats.num_retries + 1)
-        if not isinstance(error, BreakerOpen):
-            logger.warning("bulk refused", cause=str(error)[:300], wait_seconds=round(wait_seconds, 3))
+        logger.warning("bulk refused", cause=str(error)[:300], wait_seconds=round(wait_seconds, 3))
 
     def _settle(self, outcome: BulkOutcome) -> None:
         acknowledged = (
@@ -295,7 +303,7 @@ class ElasticsearchSink:
             (Verdict.ALREADY_DONE, outcome.already_done),
             (Verdict.SUPERSEDED, outcome.superseded),
         )
-        with self._changed:
+        with self._lock:
             stats = self._stats
             self._stats = replace(
                 stats,
@@ -320,13 +328,13 @@ class ElasticsearchSink:
                 raise SinkError(  # the row that says "rejected" was rejected: there is no third way to keep the account
                     f"the failed row of {each.position} cannot be stored either: {each.failure.message}"
                 )
-        with self._changed:
+        with self._lock:
             self._stats = replace(self._stats, num_rejected=self._stats.num_rejected + len(rejected))
         self._on_rejected(list(rejected))
         self._settled(len(rejected))
 
     def _settled(self, num_rows: int) -> None:
-        with self._changed:
+        with self._lock:
             self._num_pending -= num_rows
             if not self._num_pending:
-                self._changed.notify_all()
+                self._all_settled.notify_all()

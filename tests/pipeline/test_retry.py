@@ -76,7 +76,8 @@ def test_an_alias_without_its_index_stops_and_is_no_rows_fault() -> None:
         (NodeConnectionError("refused"), Verdict.RETRY),
         (ConnectionTimeout("timed out"), Verdict.RETRY),
         (SerializationError("half a reply"), Verdict.RETRY),
-        (TlsError("not trusted"), Verdict.STOP),
+        (TlsError("[SSL: CERTIFICATE_VERIFY_FAILED] not trusted"), Verdict.STOP),
+        (TlsError("EOF occurred in violation of protocol"), Verdict.RETRY),
     ],
 )
 def test_a_calls_verdict_follows_the_table(error: ApiError | TransportError, verdict: Verdict) -> None:
