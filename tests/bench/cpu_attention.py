@@ -3,8 +3,9 @@
     python -m tests.bench.cpu_attention [--threads 2]
 
 Qwen2.5-0.5B's shape (14 heads, 2 key heads, head size 64, 24 layers, pages of 16): 64 decode rows over about 500
-tokens, the first 400 in the same pages, and prefill chunks of 100 tokens behind those 400. Prints milliseconds a layer
-(best of 20 rounds over all layers, so that pages come from memory as in a step), the plan's own, and the keys read.
+tokens, the first 400 in the same pages (of all, or of two each), and prefill chunks of 100 tokens behind those 400.
+Prints milliseconds a layer (best of 20 rounds over all layers, so that pages come from memory as in a step), the
+plan's own, and the keys read.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def row_by_row(
         start += num_queries
 
 
-def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype, in_pairs: bool = False) -> None:
     generator = torch.Generator().manual_seed(0)
     num_shared = SHARED_TOKENS // BLOCK_SIZE
     counts = [-(-length // BLOCK_SIZE) for _, length in rows]
@@ -57,6 +58,10 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
     block_tables = torch.zeros(len(rows), max(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         block_tables[row, :count] = torch.tensor(shared + [free.pop() for _ in range(count - num_shared)])
+    if in_pairs:  # of two rows on one document each, rather than one template for all
+        for row in range(len(rows)):
+            first = torch.arange(num_shared) + row // 2 * num_shared
+            block_tables[row, :num_shared] = first % num_blocks
     query_starts = torch.tensor([0, *(num_queries for num_queries, _ in rows)]).cumsum(0).int()
     lengths = torch.tensor([length for _, length in rows]).int()
     shape = (NUM_LAYERS, num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
@@ -83,7 +88,7 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
     keys_read = sum(part.key_slots.numel() for part in (*segments.causal, *segments.dense))
     keys_read += sum(part.key_slots.numel() for part in segments.padded)
     print(
-        f"{name:34} {str(dtype)[6:]:9} {ours:7.2f} ms a layer, plan {best_ms(plan_step, 5):6.2f} ms; row by row "
+        f"{name:36} {str(dtype)[6:]:9} {ours:7.2f} ms a layer, plan {best_ms(plan_step, 5):6.2f} ms; row by row "
         f"{theirs:7.2f} ms a layer ({theirs / ours:4.1f} times); {keys_read} keys read for {int(lengths.sum())} named"
     )
 
@@ -97,6 +102,7 @@ def main() -> None:
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):
             measure("64 decode rows", decodes, dtype)
+            measure("64 decode rows, pairs on a document", decodes, dtype, in_pairs=True)
             measure("8 chunks of 100", chunks, dtype)
             measure("8 chunks and 56 decode rows", chunks + decodes[:56], dtype)
 

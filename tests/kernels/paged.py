@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import paged_attention_cpu, paged_attention_reference, paged_attention_triton
-from kernels.cpu_attention import CpuAttention, CpuAttentionPlan
+from kernels.cpu_attention import CpuAttention
+from kernels.cpu_attention_plan import CpuAttentionPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The truth rounds once, at its end; the others round weights (Triton) or parts of the sum (CPU) as well.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels.attention import TritonAttention, select_attention
-from kernels.cpu_attention import MIN_TOKENS_SAVED, CpuAttention, group_by_prefix
+from kernels.cpu_attention import CpuAttention
+from kernels.cpu_attention_plan import MIN_TOKENS_SAVED, Padded, group_by_prefix
 from tests.kernels.paged import DEVICE, TOLERANCE, Step, largest_difference, make_step
 
 MIXED = [(1, 1), (1, 17), (3, 3), (0, 0), (5, 20), (1, 16), (4, 33), (1, 40)]
@@ -160,26 +161,61 @@ def test_a_mutation_is_seen(mutate: Callable[[Step], Step], path: str) -> None:
     assert largest_difference(mutate(step).paths()[path], step.reference()) > 1e-2
 
 
+ENOUGH = MIN_TOKENS_SAVED  # tokens; blocks of one token make the arithmetic plain
+TEMPLATE = tuple(range(ENOUGH))
+
+
+def groups_of(rows: list[tuple[int, ...]], is_decode: bool = True) -> list[tuple[list[int], int]]:
+    return [(sorted(members), shared) for members, shared in group_by_prefix(rows, [is_decode] * len(rows), 1)]
+
+
 def test_groups_are_the_prefixes_that_save_the_most_keys() -> None:
-    enough = MIN_TOKENS_SAVED  # tokens; blocks of one token make the arithmetic plain
-    template = tuple(range(enough))
     # Two rows share everything, a third only the template, a fourth nothing.
-    pair = template + tuple(range(10_000, 10_000 + 2 * enough))
-    rows = [pair, (99_999,), pair, template]
-    # as one group: 2 others x template; as a pair: 1 other x 3 templates
-    assert group_by_prefix(rows, 1) == [([0, 2], 3 * enough)]
-    rows.append(template)
-    rows.append(template)  # now the template saves 4 times itself
-    assert [(sorted(members), shared) for members, shared in group_by_prefix(rows, 1)] == [([0, 2, 3, 4, 5], enough)]
-    assert group_by_prefix([template[:-1], template[:-1]], 1) == []
-    assert group_by_prefix([], 1) == []
-    assert group_by_prefix([(), ()], 1) == []
+    pair = TEMPLATE + tuple(range(10_000, 10_000 + 2 * ENOUGH))
+    rows = [pair, (99_999,), pair, TEMPLATE]
+    assert groups_of(rows) == [([0, 2], 3 * ENOUGH)]  # saves 3 templates; all three as one group, 2
+    rows += [TEMPLATE, TEMPLATE]
+    assert groups_of(rows) == [([0, 2, 3, 4, 5], ENOUGH)]  # now the template saves 4 times itself
+    assert groups_of([TEMPLATE[:-1], TEMPLATE[:-1]]) == []
+    assert groups_of([]) == groups_of([()]) == groups_of([(), ()]) == []
 
 
 def test_two_templates_are_two_groups() -> None:
-    first, second = tuple(range(MIN_TOKENS_SAVED)), tuple(range(5_000, 5_000 + MIN_TOKENS_SAVED))
-    groups = group_by_prefix([second, first, second, first], 1)
-    assert groups == [([1, 3], MIN_TOKENS_SAVED), ([0, 2], MIN_TOKENS_SAVED)]
+    other = tuple(range(5_000, 5_000 + ENOUGH))
+    assert groups_of([other, TEMPLATE, other, TEMPLATE]) == [([1, 3], ENOUGH), ([0, 2], ENOUGH)]
+
+
+def test_small_groups_count_together_and_only_where_all_their_rows_decode() -> None:
+    documents = [tuple(range(10_000 * i, 10_000 * i + ENOUGH // 2)) for i in range(1, 4)]
+    pairs = [documents[0], documents[1], documents[0], documents[1]]
+    assert groups_of(pairs) == [([0, 2], ENOUGH // 2), ([1, 3], ENOUGH // 2)]
+    assert groups_of(pairs, is_decode=False) == []
+    assert groups_of([documents[0], documents[0], documents[1]]) == []  # one alone saves too little
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_of_questions_on_one_document_read_it_once_each(dtype: torch.dtype) -> None:
+    step = make_step([(1, 300 + 2 * i) for i in range(12)], 14, 2, 64, dtype=dtype)
+    for first in range(0, 12, 2):  # rows 0 and 6, 1 and 7, ...: not neighbours
+        step.block_tables[first // 2 + 6, : 18 - first] = step.block_tables[first // 2, : 18 - first]
+    assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[dtype]
+    segments = step.cpu_plan().segments_for(16, 7, None)
+    # Shared blocks are 18, 16, ..., 8: the last would be more than half padding beside the first.
+    assert [len(part.key_slots) for part in segments.dense] == [5, 1]
+    assert all(isinstance(part, Padded) and part.members == 2 for part in segments.dense)
+
+
+def test_a_plan_and_its_memory_serve_inside_and_outside_inference_mode() -> None:
+    step = make_step(MIXED).on_cpu()
+    step = replace(step, key_cache=step.key_cache.contiguous(), value_cache=step.value_cache.contiguous())
+    attention = CpuAttention()
+    outs = []
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            plan = step.cpu_plan()
+            outs.append(attention(step.query, step.key_cache, step.value_cache, plan, step.scale))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 def test_the_plan_is_made_once_for_all_layers() -> None:

@@ -51,14 +51,19 @@ def test_all_paths_agree(
     pasts=st.lists(st.integers(0, 600), min_size=1, max_size=24),
     chunks=st.lists(st.sampled_from([1, 1, 1, 3, 20, 90]), min_size=24, max_size=24),
     shared_blocks=st.integers(0, 30),
+    in_pairs=st.booleans(),
     contiguous=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_the_cpu_path_agrees_on_steps_with_shared_prefixes(
-    pasts: list[int], chunks: list[int], shared_blocks: int, contiguous: bool, seed: int
+    pasts: list[int], chunks: list[int], shared_blocks: int, in_pairs: bool, contiguous: bool, seed: int
 ) -> None:
     rows = [(chunk, past + chunk) for past, chunk in zip(pasts, chunks, strict=False)]
     step = make_step(rows, 4, 2, 16, 16, shared_blocks=shared_blocks, peak=3.0, seed=seed)
+    for row in range(1, len(rows)) if in_pairs else ():
+        if row % 2:
+            num_shared = min((length - chunk) // 16 for chunk, length in rows[row - 1 : row + 1])
+            step.block_tables[row, :num_shared] = step.block_tables[row - 1, :num_shared]
     if contiguous:
         step = replace(step, key_cache=step.key_cache.contiguous(), value_cache=step.value_cache.contiguous())
     assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[torch.float32]
