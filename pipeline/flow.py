@@ -23,6 +23,7 @@ from pipeline.results import ACTIONS, Action, build_rejection_row
 from pipeline.retry import Verdict
 from pipeline.rows import Row, RowBuilder, Work
 from pipeline.sink import RejectedRow
+from pipeline.supervisor import EngineSupervisor
 from schemas.document import Document, RejectedDocument, SourcePosition
 from schemas.errors import DocumentError, EngineError, Failure
 from schemas.inference import EngineInfo, EngineStats, InferenceOutput, InferenceRequest
@@ -37,18 +38,6 @@ HUNGRY_WAIT_SECONDS = 0.005  # while the engine could run more than it has
 SWEEP_SECONDS = 0.25  # between looks for work of revoked partitions
 STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what can run
 MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
-RESTART_BACKOFF_SECONDS = 1.0
-
-
-class Engine(Protocol):
-    """What the flow asks of engine.client.EngineClient."""
-
-    stats: EngineStats
-
-    def submit(self, requests: Sequence[InferenceRequest]) -> None: ...
-    def abort(self, request_ids: Iterable[int]) -> None: ...
-    def poll(self, timeout_seconds: float) -> list[InferenceOutput]: ...
-    def close(self) -> None: ...
 
 
 class RowSink(Protocol):
@@ -64,44 +53,36 @@ class Flow:
     """Moves every document to its row. `turn` and `run` are one thread's; `acknowledged`, `rejected`, `request_drain`
     and what only reads are anybody's.
 
-    `start_engine` returns a started and proven engine; it is called again when the engine is lost. Times are seconds of
-    `clock`, which only ever grows.
+    Times are seconds of `clock`, which only ever grows.
     """
 
     def __init__(
         self,
         source: Source,
         sink: RowSink,
-        start_engine: Callable[[], tuple[Engine, EngineInfo]],
+        engine: EngineSupervisor,
         make_prompts: Callable[[EngineInfo], PromptBuilder],
         rows: RowBuilder,
         *,
         max_running: int,
         max_tokens_per_step: int,
         urgent_after_seconds: float,
-        engine_restarts: int = 3,
+        max_tries: int = 3,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        backoff_seconds: float = RESTART_BACKOFF_SECONDS,
     ) -> None:
         self.totals = Totals()
-        self.engine_is_ready = False
         self._source = source
         self._sink = sink
-        self._start_engine = start_engine
+        self._engine = engine
         self._make_prompts = make_prompts
         self._rows_of = rows
         self._max_running = max_running
         self._max_tokens_per_step = max_tokens_per_step
-        self._engine_restarts = engine_restarts
+        self._max_tries = max_tries
         self._clock = clock
-        self._sleep = sleep
-        self._backoff_seconds = backoff_seconds
         self.last_turn = clock()
 
-        self._engine: Engine | None = None
         self._prompts: PromptBuilder | None = None
-        self._lost_in_a_row = 0
         self._next_request_id = FIRST_REQUEST_ID
         self._next_sweep = 0.0
         self._drain_until: float | None = None
@@ -164,17 +145,23 @@ class Flow:
 
     @property
     def engine_stats(self) -> EngineStats:
-        return self._engine.stats if self._engine is not None else EngineStats()
+        return self._engine.stats
+
+    @property
+    def engine_is_ready(self) -> bool:
+        return self._engine.is_ready
 
     # ---- the thread's own
 
     def open_engine(self) -> EngineInfo:
         """Starts the engine. Raises ModelError or EngineError."""
-        self._engine, info = self._start_engine()
+        info = self._engine.open()
+        self._use(info)
+        return info
+
+    def _use(self, info: EngineInfo) -> None:
         self._prompts = self._make_prompts(info)
         self._rows_of.weights = info.weights
-        self.engine_is_ready = True
-        return info
 
     def run(self, until_drained: bool = False, on_turn: Callable[[], None] | None = None) -> None:
         """Turns until drained: the backlog, where that is wanted, or on request. Raises what stops a worker."""
@@ -299,7 +286,7 @@ class Flow:
             self._running_tokens += len(prepared.token_ids)
             requests.append(_request(request_id, work))
         if requests:
-            self._engine_now().submit(requests)
+            self._engine.submit(requests)
 
     def _poll_engine(self) -> list[InferenceOutput]:
         if not self._running:
@@ -310,13 +297,12 @@ class Flow:
             timeout = HUNGRY_WAIT_SECONDS
         else:
             timeout = WAIT_SECONDS
-        return self._engine_now().poll(timeout)
+        return self._engine.poll(timeout)
 
     def take_outputs(self, outputs: Sequence[InferenceOutput], now: float) -> None:
         """Outputs of the engine become rows, dead letters, or another try."""
         if not outputs:
             return
-        self._lost_in_a_row = 0
         totals, parts = self.totals, self.totals.time
         answered_at = datetime.now(UTC)
         for output in outputs:
@@ -350,7 +336,7 @@ class Flow:
         """Whether the table wants another try; prepares the work for it."""
         action = ACTIONS[failure.code]
         if action is Action.RETRY:
-            return work.tries <= self._engine_restarts
+            return work.tries < self._max_tries
         if action is Action.RETRY_ONCE and work.tries == 1 and not work.prepared.sampling.is_greedy:
             identity = work.prepared.document.identity
             work.prepared.seed = derived_seed(identity, attempt=work.tries)
@@ -411,7 +397,7 @@ class Flow:
         for request_id in stale_ids:
             self._running_tokens -= len(self._running.pop(request_id).prepared.token_ids)
         if stale_ids:
-            self._engine_now().abort(stale_ids)
+            self._engine.abort(stale_ids)
         num_waiting = self._batcher.remove_where(lambda work: not is_current(work.prepared.document.position))
         stale_letters = [p for p in self._dead_lettering if not is_current(p)]
         for position in stale_letters:
@@ -446,35 +432,18 @@ class Flow:
 
     def _restart_engine(self, cause: EngineError) -> None:
         """A new engine gets what the lost one had. Raises EngineError where that is tried in vain too often."""
-        self.engine_is_ready = False
         while True:
-            self._engine_now().close()
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row > self._engine_restarts:
-                raise EngineError(
-                    f"the engine was lost {self._lost_in_a_row} times without an output between, the last time because "
-                    f"{cause}; worker.engine_restarts = {self._engine_restarts} allows no more"
-                ) from cause
-            seconds = self._backoff_seconds * 2 ** (self._lost_in_a_row - 1)
-            logger.error("engine lost", cause=str(cause), in_flight=len(self._running), wait_seconds=seconds)
-            until = self._clock() + seconds
-            while self._clock() < until and self._drain_until is None:
-                self._sleep(WAIT_SECONDS)
-            if self._drain_until is not None:
+            info = self._engine.reopen(cause, give_up=lambda: self._drain_until is not None)
+            self.totals.engine_restarts = self._engine.num_restarts
+            if info is None:
                 self._hand_back_running()
                 return
-            self.totals.engine_restarts += 1
+            self._use(info)
             try:
-                self.open_engine()
-                requests = [_request(request_id, work) for request_id, work in self._running.items()]
-                self._engine_now().submit(requests)
+                self._engine.submit([_request(request_id, work) for request_id, work in self._running.items()])
                 return
             except EngineError as error:
                 cause = error
-
-    def _engine_now(self) -> Engine:
-        assert self._engine is not None, "open_engine comes first"
-        return self._engine
 
     def _prompts_now(self) -> PromptBuilder:
         assert self._prompts is not None, "open_engine comes first"

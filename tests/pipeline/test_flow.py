@@ -13,6 +13,7 @@ from pipeline.results import WorkerIdentity
 from pipeline.retry import Verdict
 from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
+from pipeline.supervisor import EngineSupervisor
 from schemas.document import DocumentResult, SourcePosition
 from schemas.errors import EngineError, Failure, FailureCode, SinkError, Stage
 from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, InferenceRequest, ModelSettings
@@ -75,15 +76,12 @@ class Bench:
         self.flow = Flow(
             source,
             self.sink,
-            self._start,
+            EngineSupervisor(self._start, restarts, backoff_seconds=0.0),
             lambda info: PromptBuilder(tasks, ByteTokenizer(), info),
             RowBuilder(tasks, WorkerIdentity("worker", "model"), "tokenizer", receipts=True),
             max_running=8,
             max_tokens_per_step=64,
             urgent_after_seconds=300.0,
-            engine_restarts=restarts,
-            sleep=lambda _: None,
-            backoff_seconds=0.0,
         )
         self.sink.acknowledged = self.flow.acknowledged
         self.sink.rejected = self.flow.rejected

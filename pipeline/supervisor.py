@@ -1,0 +1,106 @@
+"""The engine process as the flow sees it: started, lost, started again. Passes requests through and reads none."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import structlog
+
+from schemas.errors import EngineError
+from schemas.inference import EngineInfo, EngineStats, InferenceOutput, InferenceRequest
+
+logger = structlog.get_logger(__name__)
+
+RESTART_BACKOFF_SECONDS = 1.0  # before the first restart in a row; doubles
+_WAIT_SECONDS = 0.05
+
+
+class Engine(Protocol):
+    """What is asked of engine.client.EngineClient."""
+
+    stats: EngineStats
+
+    def submit(self, requests: Sequence[InferenceRequest]) -> None: ...
+    def abort(self, request_ids: Iterable[int]) -> None: ...
+    def poll(self, timeout_seconds: float) -> list[InferenceOutput]: ...
+    def close(self) -> None: ...
+
+
+class EngineSupervisor:
+    """One engine at a time. `start` gives a started and proven one, and is called again for each that is lost.
+
+    Every method but `stats` and `is_ready` belongs to the pipeline's thread, and raises EngineError where the engine is
+    lost; `reopen` is the answer to that.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], tuple[Engine, EngineInfo]],
+        max_restarts: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        backoff_seconds: float = RESTART_BACKOFF_SECONDS,
+    ) -> None:
+        self.is_ready = False
+        self.num_restarts = 0
+        self._start = start
+        self._max_restarts = max_restarts
+        self._clock = clock
+        self._sleep = sleep
+        self._backoff_seconds = backoff_seconds
+        self._engine: Engine | None = None
+        self._lost_in_a_row = 0  # without an output between
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats if self._engine is not None else EngineStats()
+
+    def open(self) -> EngineInfo:
+        """The first start. Raises ModelError or EngineError."""
+        self._engine, info = self._start()
+        self.is_ready = True
+        return info
+
+    def submit(self, requests: Sequence[InferenceRequest]) -> None:
+        self._now().submit(requests)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self._now().abort(request_ids)
+
+    def poll(self, timeout_seconds: float) -> list[InferenceOutput]:
+        outputs = self._now().poll(timeout_seconds)
+        if outputs:
+            self._lost_in_a_row = 0
+        return outputs
+
+    def reopen(self, cause: EngineError, give_up: Callable[[], bool]) -> EngineInfo | None:
+        """Another engine in the lost one's place, after a wait; None where `give_up` says so meanwhile.
+
+        Raises EngineError where that was in vain too often in a row.
+        """
+        self.is_ready = False
+        while True:
+            self._now().close()
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row > self._max_restarts:
+                raise EngineError(
+                    f"the engine was lost {self._lost_in_a_row} times without an output between, the last time because "
+                    f"{cause}; worker.engine_restarts = {self._max_restarts} allows no more"
+                ) from cause
+            seconds = self._backoff_seconds * 2 ** (self._lost_in_a_row - 1)
+            logger.error("engine lost", cause=str(cause), restart_in_seconds=seconds)
+            until = self._clock() + seconds
+            while self._clock() < until and not give_up():
+                self._sleep(_WAIT_SECONDS)
+            if give_up():
+                return None
+            self.num_restarts += 1
+            try:
+                return self.open()
+            except EngineError as error:
+                cause = error
+
+    def _now(self) -> Engine:
+        assert self._engine is not None, "open() comes first"
+        return self._engine
