@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FETCH_MAX_BYTES = 16 * 2**20  # buffered by the client beside what is in flight
 _METADATA_MAX_AGE_SECONDS = 5.0  # how soon a topic that was made again is noticed
+_JOIN_SECONDS = 0.5
 _LOOKUP_TIMEOUT_MS = 5_000
 _COMMIT_TIMEOUT_SECONDS = 60.0  # an outstanding commit older than that is given up, and the next one is sent
 
@@ -97,6 +98,8 @@ class GroupMember:
         After a SourceError this member must not read again: a second poll past a broken batch never returns.
         """
         assert not self._failed, "read after a failure"
+        if not self.is_stable:
+            timeout_seconds = max(timeout_seconds, _JOIN_SECONDS)  # a join that ends between two reads is begun anew
         try:
             batches = self._consumer.poll(timeout_ms=round(timeout_seconds * 1000), max_records=max_records)
         except NoOffsetForPartitionError as error:

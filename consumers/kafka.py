@@ -26,7 +26,7 @@ _READ_SECONDS = 0.1  # how long a read waits for records; completions wait for i
 _HELD_READ_SECONDS = 0.05  # while paused: a read then is only a sign of life
 _RESUME_BELOW = 0.75  # of the high marks
 _END_LOOKUP_SECONDS = 0.25
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0  # for each of: the last dead letters, the last commit, leaving the group
 
 
 class KafkaSource:
@@ -120,7 +120,7 @@ class KafkaSource:
             self._dead_letters.close(_CLOSE_SECONDS)
             self._closing.set()
             if self._thread.ident is not None:
-                self._thread.join(3 * _CLOSE_SECONDS)
+                self._thread.join(4 * _CLOSE_SECONDS)
 
     # --- the Kafka thread ---
 

@@ -16,7 +16,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ServerProcess:
-    """A process whose output goes to `log_path`. It dies with the process that started it (on Linux)."""
+    """A process whose output goes to `log_path`.
+
+    On Linux it dies with the thread that starts it, so that a killed test run leaves no server behind: start it from
+    a thread that outlives it.
+    """
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
         self.log_path = log_path
