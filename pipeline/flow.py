@@ -9,22 +9,20 @@ is held in exactly one place at a time, and each place counts by itself, so that
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Protocol
 
 import structlog
 
 from consumers.source import Source
 from pipeline.account import Totals
 from pipeline.batcher import PrefixBatcher
+from pipeline.outgoing import OutgoingRows, RowSink
 from pipeline.prompts import PromptBuilder, derived_seed
-from pipeline.results import ACTIONS, Action, build_rejection_row
-from pipeline.retry import Verdict
-from pipeline.rows import Row, RowBuilder, Work
-from pipeline.sink import RejectedRow
+from pipeline.results import ACTIONS, Action
+from pipeline.rows import RowBuilder, Work
 from pipeline.supervisor import EngineSupervisor
-from schemas.document import Document, RejectedDocument, SourcePosition
+from schemas.document import Document, RejectedDocument
 from schemas.errors import DocumentError, EngineError, Failure
 from schemas.inference import EngineInfo, EngineStats, InferenceOutput, InferenceRequest
 
@@ -40,18 +38,9 @@ STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what ca
 MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
 
 
-class RowSink(Protocol):
-    """What the flow asks of pipeline.sink.ElasticsearchSink."""
-
-    @property
-    def has_room(self) -> bool: ...
-    def put_many(self, rows: Sequence[Row]) -> None: ...
-    def check(self) -> None: ...
-
-
 class Flow:
-    """Moves every document to its row. `turn` and `run` are one thread's; `acknowledged`, `rejected`, `request_drain`
-    and what only reads are anybody's.
+    """Moves every document to its row. `turn` and `run` are one thread's; `request_drain` and what only reads are
+    anybody's, and so is what the sink's threads call on `outgoing`.
 
     Times are seconds of `clock`, which only ever grows.
     """
@@ -72,7 +61,6 @@ class Flow:
     ) -> None:
         self.totals = Totals()
         self._source = source
-        self._sink = sink
         self._engine = engine
         self._make_prompts = make_prompts
         self._rows_of = rows
@@ -92,26 +80,10 @@ class Flow:
         self._arrived: deque[tuple[Document | RejectedDocument, float]] = deque()
         self._batcher: PrefixBatcher[Work] = PrefixBatcher(urgent_after_seconds)
         self._running: dict[int, Work] = {}
-        self._rows: list[Row] = []
-        self._storing: dict[SourcePosition, tuple[float, Failure | None]] = {}  # -> when it was put, why it failed
-        self._dead_lettering: dict[SourcePosition, Row] = {}  # the failed row that follows the acknowledgement
         self._running_tokens = 0
-
-        # Written by other threads.
-        self._acknowledged: deque[tuple[Sequence[SourcePosition], Verdict]] = deque()
-        self._rejected: deque[RejectedRow] = deque()
-        self._dead_lettered: deque[SourcePosition] = deque()
+        self.outgoing = OutgoingRows(source, sink, self.totals, clock)
 
     # ---- for other threads
-
-    def acknowledged(self, positions: Sequence[SourcePosition], verdict: Verdict) -> None:
-        """The sink's word, from its threads: these rows are stored or need not be. They complete at once."""
-        self._source.complete(positions)
-        self._acknowledged.append((positions, verdict))
-
-    def rejected(self, rows: Iterable[RejectedRow]) -> None:
-        """The sink's word, from its threads: these rows will never be accepted."""
-        self._rejected.extend(rows)
 
     def request_drain(self, grace_seconds: float) -> None:
         """Take nothing more in, end what the engine has, and return from `run`, at the latest after the grace."""
@@ -133,9 +105,7 @@ class Flow:
             "arrived": len(self._arrived),
             "batcher": len(self._batcher),
             "engine": len(self._running),
-            "rows": len(self._rows),
-            "storing": len(self._storing),
-            "dead_letters": len(self._dead_lettering),
+            **self.outgoing.held(),
         }
 
     @property
@@ -166,16 +136,16 @@ class Flow:
     def run(self, until_drained: bool = False, on_turn: Callable[[], None] | None = None) -> None:
         """Turns until drained: the backlog, where that is wanted, or on request. Raises what stops a worker."""
         while True:
+            if self._drain_until is not None and not self._is_draining:
+                self._begin_drain()
             self.turn()
             if on_turn is not None:
                 on_turn()
-            if self._drain_until is not None:
-                if not self._is_draining:
-                    self._begin_drain()
+            if self._is_draining and self._drain_until is not None:
                 if not self.num_in_flight:
                     return
                 if self._clock() >= self._drain_until:
-                    self._hand_back_running()
+                    self._give_up()
                     return
             elif until_drained and not self.num_in_flight and self._source.is_drained():
                 return
@@ -197,24 +167,23 @@ class Flow:
             outputs = self._poll_engine()
             polled = self._clock()
             spent["waiting for the engine"] += polled - fed
+            if polled >= self._next_sweep:
+                self._next_sweep = polled + SWEEP_SECONDS
+                self.drop_what_is_not_ours()
         except EngineError as error:
             self._restart_engine(error)
             return
         self.take_outputs(outputs, polled)
         made = self._clock()
         spent["making rows"] += made - polled
-        self._store()
-        self._sink.check()
-        self.settle()
-        if made >= self._next_sweep:
-            self._next_sweep = made + SWEEP_SECONDS
-            self.drop_what_is_not_ours()
+        self.outgoing.store()
+        self.outgoing.settle()
         spent["storing"] += self._clock() - made
 
     def _receive(self) -> None:
         if self._is_draining or len(self._arrived) >= POLL_DOCUMENTS:
             return
-        is_idle = not (self._arrived or self._running or self._rows or len(self._batcher))
+        is_idle = not (self._arrived or self._running or self.outgoing.is_blocked or len(self._batcher))
         documents = self._source.poll(POLL_DOCUMENTS, WAIT_SECONDS if is_idle else 0.0)
         if documents:
             now = self._clock()
@@ -257,7 +226,7 @@ class Flow:
 
     def _feed(self) -> None:
         """Keeps two steps' worth of tokens waiting in the engine beyond what can run, and no more: order is late."""
-        if self._is_draining or self._rows or not len(self._batcher):
+        if self._is_draining or self.outgoing.is_blocked or not len(self._batcher):
             return
         num_waiting = max(0, len(self._running) - self._max_running)
         waiting_tokens = num_waiting * self._running_tokens / max(len(self._running), 1)
@@ -328,9 +297,9 @@ class Flow:
                 continue
             row = self._rows_of.answer_row(work, answer, output, now, answered_at)
             if answer.failure is None:
-                self._rows.append(row)
+                self.outgoing.add(row)
             else:
-                self._dead_letter(row, answer.failure)
+                self.outgoing.fail(row, answer.failure)
 
     def _runs_again(self, work: Work, failure: Failure) -> bool:
         """Whether the table wants another try; prepares the work for it."""
@@ -344,51 +313,7 @@ class Flow:
         return False
 
     def _fail(self, document: Document | RejectedDocument, failure: Failure) -> None:
-        self._dead_letter(self._rows_of.failure_row(document, failure, datetime.now(UTC)), failure)
-
-    def _dead_letter(self, row: Row, failure: Failure) -> None:
-        """The dead letter first; its acknowledgement lets the failed row follow, and that one's completes."""
-        result, _, position, _ = row
-        self._dead_lettering[position] = row
-        self._source.dead_letter(position, result.job, failure, lambda: self._dead_lettered.append(position))
-
-    def _store(self) -> None:
-        while self._dead_lettered:
-            row = self._dead_lettering.pop(self._dead_lettered.popleft(), None)
-            if row is not None:
-                self._rows.append(row)
-        if not self._rows or not self._sink.has_room:
-            return
-        now = self._clock()
-        for result, _, position, _ in self._rows:
-            self._storing[position] = (now, result.failure)
-        self._sink.put_many(self._rows)
-        self._rows = []
-
-    def settle(self) -> None:
-        """Accounts for what the sink's threads have said."""
-        account, parts = self.totals.account, self.totals.time
-        now = self._clock()
-        while self._acknowledged:
-            positions, verdict = self._acknowledged.popleft()
-            parts.num_stored += len(positions)
-            for position in positions:
-                put, failure = self._storing.pop(position)
-                parts.storing += now - put
-                if verdict is Verdict.ALREADY_DONE:
-                    account.already_done += 1
-                elif verdict is Verdict.SUPERSEDED:
-                    account.superseded += 1
-                elif failure is None:
-                    account.indexed += 1
-                else:
-                    account.failed += 1
-                    self.totals.failures[failure.code.value] = self.totals.failures.get(failure.code.value, 0) + 1
-        while self._rejected:
-            rejected = self._rejected.popleft()
-            del self._storing[rejected.position]
-            result = build_rejection_row(rejected.row, rejected.failure)
-            self._dead_letter((result, rejected.version, rejected.position, rejected.index), rejected.failure)
+        self.outgoing.fail(self._rows_of.failure_row(document, failure, datetime.now(UTC)), failure)
 
     def drop_what_is_not_ours(self) -> None:
         """Hands back the work of partitions that went to another worker: their next owner does it."""
@@ -399,10 +324,7 @@ class Flow:
         if stale_ids:
             self._engine.abort(stale_ids)
         num_waiting = self._batcher.remove_where(lambda work: not is_current(work.prepared.document.position))
-        stale_letters = [p for p in self._dead_lettering if not is_current(p)]
-        for position in stale_letters:
-            del self._dead_lettering[position]
-        num_dropped = len(stale_ids) + num_waiting + len(stale_letters)
+        num_dropped = len(stale_ids) + num_waiting + self.outgoing.drop_what_is_not_ours()
         if num_dropped:
             self.totals.account.handed_back += num_dropped
             logger.info("handed back the work of revoked partitions", documents=num_dropped)
@@ -416,19 +338,19 @@ class Flow:
         logger.info("draining", **self.held())
 
     def _hand_back_running(self) -> None:
+        self.totals.account.handed_back += len(self._running)
+        self._running.clear()
+        self._running_tokens = 0
+
+    def _give_up(self) -> None:
         """The grace is over. What the sink has stays with it: closing it says what became of that."""
         logger.warning("the grace period ended before the work did", **self.held())
-        account = self.totals.account
-        account.handed_back += len(self._running) + len(self._rows) + len(self._dead_lettering)
-        self._running.clear()
-        self._rows.clear()
-        self._dead_lettering.clear()
+        self._hand_back_running()
+        self.totals.account.handed_back += self.outgoing.give_up()
 
     def hand_back_storing(self) -> None:
-        """After the sink was closed: rows that it could not store, which come again to their next owner."""
-        self.settle()
-        self.totals.account.handed_back += len(self._storing)
-        self._storing.clear()
+        """Once the sink is closed: rows that it could not store, which come again to their next owner."""
+        self.totals.account.handed_back += self.outgoing.give_up_storing()
 
     def _restart_engine(self, cause: EngineError) -> None:
         """A new engine gets what the lost one had. Raises EngineError where that is tried in vain too often."""

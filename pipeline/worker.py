@@ -181,8 +181,8 @@ class Worker:
         parts.callback(client.close)
         sink = ElasticsearchSink(
             settings,
-            on_acknowledged=lambda positions, verdict: self._running_flow().acknowledged(positions, verdict),
-            on_rejected=lambda rows: self._running_flow().rejected(rows),
+            on_acknowledged=lambda positions, verdict: self._running_flow().outgoing.acknowledged(positions, verdict),
+            on_rejected=lambda rows: self._running_flow().outgoing.rejected(rows),
             indices=[index for index in task_indices if index is not None],
             client=client,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.special_tokens import SpecialToken, SpecialTokenSplitter
 from schemas.document import Document, DocumentMessage, Identity, RejectedDocument, SourcePosition
-from schemas.errors import Failure, FailureCode, Stage
+from schemas.errors import Failure, FailureCode, SourceError, Stage
 from schemas.inference import EngineInfo
 
 TURN_START, TURN_END = 256, 257
@@ -86,6 +86,7 @@ class MemorySource:
         self.holds_dead_letters = False
         self.held: list[Callable[[], None]] = []
         self.is_draining = False
+        self.failure: SourceError | None = None
         self._waiting = deque(documents)
         self._in_flight: set[SourcePosition] = set()
         self._lock = threading.Lock()
@@ -96,6 +97,8 @@ class MemorySource:
     def start(self) -> None: ...
 
     def poll(self, max_documents: int, timeout_seconds: float) -> list[Document | RejectedDocument]:
+        if self.failure is not None:
+            raise self.failure
         taken: list[Document | RejectedDocument] = []
         while self._waiting and len(taken) < max_documents and not self.is_draining:
             taken.append(self._waiting.popleft())

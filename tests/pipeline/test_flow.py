@@ -15,7 +15,7 @@ from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
 from pipeline.supervisor import EngineSupervisor
 from schemas.document import DocumentResult, SourcePosition
-from schemas.errors import EngineError, Failure, FailureCode, SinkError, Stage
+from schemas.errors import EngineError, Failure, FailureCode, SinkError, SourceError, Stage
 from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, InferenceRequest, ModelSettings
 from schemas.task import Task
 from tests.fakes import fake_engine_command
@@ -83,8 +83,8 @@ class Bench:
             max_tokens_per_step=64,
             urgent_after_seconds=300.0,
         )
-        self.sink.acknowledged = self.flow.acknowledged
-        self.sink.rejected = self.flow.rejected
+        self.sink.acknowledged = self.flow.outgoing.acknowledged
+        self.sink.rejected = self.flow.outgoing.rejected
 
     def _start(self) -> tuple[EngineClient, EngineInfo]:
         client = EngineClient(ModelSettings(name="model"), EngineSettings(), next(self._commands))
@@ -380,4 +380,38 @@ def test_outputs_of_nobody_are_ignored(make_stage: MakeStage) -> None:
     stage.flow.take_outputs([InferenceOutput(999, text="late")], 0.0)
     stage.flow.run(until_drained=True)
     assert list(stage.sink.rows) == ["d0"]
+    assert stage.balance() == (0, 0)
+
+
+def test_when_the_source_fails_what_was_computed_is_still_stored(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset) for offset in range(20)])
+    stage = make_stage(source)
+    stage.sink.has_room = False
+    stage.flow.open_engine()
+    while stage.flow.held()["rows"] == 0:
+        stage.flow.turn()
+    source.failure = SourceError("the topic was made again")
+    with pytest.raises(SourceError, match="the topic was made again"):
+        stage.flow.run()
+    stage.sink.has_room = True
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    assert len(stage.sink.rows) == len(source.completed) > 0
+    assert stage.balance() == (0, 0)
+
+
+def test_an_engine_lost_while_draining_is_not_started_again(make_stage: MakeStage) -> None:
+    source = MemorySource([make_rejected(0), *(make_document(offset) for offset in range(1, 20))])
+    source.holds_dead_letters = True
+    stage = make_stage(source, {"hang_after": 0})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    stage.flow.request_drain(30.0)
+    stage.started[0].kill()
+    source.held[0]()
+    stage.flow.run()
+    assert len(stage.started) == 1
+    account = stage.flow.totals.account
+    assert (account.failed, account.handed_back, account.indexed) == (1, 19, 0)
     assert stage.balance() == (0, 0)

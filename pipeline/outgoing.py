@@ -1,0 +1,137 @@
+"""Rows on their way out: to the sink, or to the dead letters first. Ends where a document's row is acknowledged.
+
+    add ───────────────────────────────> rows ──> storing ──> acknowledged: completed, accounted for
+    fail ──> dead letter, acknowledged ───^          └──────> rejected: fail, with another row
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from consumers.source import Source
+from pipeline.account import Totals
+from pipeline.results import build_rejection_row
+from pipeline.retry import Verdict
+from pipeline.rows import Row
+from pipeline.sink import RejectedRow
+from schemas.document import SourcePosition
+from schemas.errors import Failure
+
+
+class RowSink(Protocol):
+    """What is asked of pipeline.sink.ElasticsearchSink."""
+
+    @property
+    def has_room(self) -> bool: ...
+    def put_many(self, rows: Sequence[Row]) -> None: ...
+    def check(self) -> None: ...
+
+
+class OutgoingRows:
+    """Owned by the pipeline's thread; `acknowledged` and `rejected` are called by the sink's."""
+
+    def __init__(self, source: Source, sink: RowSink, totals: Totals, clock: Callable[[], float]) -> None:
+        self._source = source
+        self._sink = sink
+        self._totals = totals
+        self._clock = clock
+        self._rows: list[Row] = []
+        self._storing: dict[SourcePosition, tuple[float, Failure | None]] = {}  # -> when it was put, why it failed
+        self._dead_lettering: dict[SourcePosition, Row] = {}  # the failed row that follows the acknowledgement
+
+        # Written by other threads.
+        self._acknowledged: deque[tuple[Sequence[SourcePosition], Verdict]] = deque()
+        self._rejected: deque[RejectedRow] = deque()
+        self._dead_lettered: deque[SourcePosition] = deque()
+
+    def acknowledged(self, positions: Sequence[SourcePosition], verdict: Verdict) -> None:
+        """The sink's word: these rows are stored or need not be. Their documents complete at once."""
+        self._source.complete(positions)
+        self._acknowledged.append((positions, verdict))
+
+    def rejected(self, rows: Iterable[RejectedRow]) -> None:
+        """The sink's word: these rows will never be accepted."""
+        self._rejected.extend(rows)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Rows wait that the sink has no room for: nothing more should be computed."""
+        return bool(self._rows)
+
+    def held(self) -> dict[str, int]:
+        """Place -> how many documents are there now. From any thread."""
+        return {"rows": len(self._rows), "storing": len(self._storing), "dead_letters": len(self._dead_lettering)}
+
+    def add(self, row: Row) -> None:
+        """An answered row."""
+        self._rows.append(row)
+
+    def fail(self, row: Row, failure: Failure) -> None:
+        """A failed row: the dead letter first; its acknowledgement lets the row follow, and that one's completes."""
+        result, _, position, _ = row
+        self._dead_lettering[position] = row
+        self._source.dead_letter(position, result.job, failure, lambda: self._dead_lettered.append(position))
+
+    def store(self) -> None:
+        """Hands the sink what it has room for. Raises SinkError where the sink has stopped."""
+        while self._dead_lettered:
+            row = self._dead_lettering.pop(self._dead_lettered.popleft(), None)
+            if row is not None:
+                self._rows.append(row)
+        self._sink.check()
+        if not self._rows or not self._sink.has_room:
+            return
+        now = self._clock()
+        for result, _, position, _ in self._rows:
+            self._storing[position] = (now, result.failure)
+        self._sink.put_many(self._rows)
+        self._rows = []
+
+    def settle(self) -> None:
+        """Accounts for what the sink's threads have said."""
+        account, parts = self._totals.account, self._totals.time
+        now = self._clock()
+        while self._acknowledged:
+            positions, verdict = self._acknowledged.popleft()
+            parts.num_stored += len(positions)
+            for position in positions:
+                put, failure = self._storing.pop(position)
+                parts.storing += now - put
+                if verdict is Verdict.ALREADY_DONE:
+                    account.already_done += 1
+                elif verdict is Verdict.SUPERSEDED:
+                    account.superseded += 1
+                elif failure is None:
+                    account.indexed += 1
+                else:
+                    account.failed += 1
+                    self._totals.failures[failure.code.value] = self._totals.failures.get(failure.code.value, 0) + 1
+        while self._rejected:
+            rejected = self._rejected.popleft()
+            del self._storing[rejected.position]
+            result = build_rejection_row(rejected.row, rejected.failure)
+            self.fail((result, rejected.version, rejected.position, rejected.index), rejected.failure)
+
+    def drop_what_is_not_ours(self) -> int:
+        """Dead letters of partitions that went elsewhere, which nobody will acknowledge; says how many.
+
+        Rows are stored all the same: the answer is right, and its next owner finds it there.
+        """
+        stale = [position for position in self._dead_lettering if not self._source.is_current(position)]
+        for position in stale:
+            del self._dead_lettering[position]
+        return len(stale)
+
+    def give_up(self) -> int:
+        """Drops what the sink does not have yet; says how many documents that were."""
+        num_dropped = len(self._rows) + len(self._dead_lettering)
+        self._rows = []
+        self._dead_lettering.clear()
+        return num_dropped
+
+    def give_up_storing(self) -> int:
+        """Once the sink is closed: rows that it could not store; says how many."""
+        self.settle()
+        num_dropped = len(self._storing)
+        self._storing.clear()
+        return num_dropped
