@@ -15,7 +15,8 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 def blocks(section: str, language: str) -> list[str]:
     text = README.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [content for name, content in fenced if name == language]
 
 
 def test_the_readmes_first_task_ends_in_two_labelled_rows(tmp_path: Path, tiny_model: Path) -> None:
