@@ -186,7 +186,8 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torc
         return 0.5 * noise
     if "q_proj" in name or "k_proj" in name:
         return 0.25 * noise
-    return noise * shape[1] ** -0.5
+    scale: float = shape[1] ** -0.5
+    return noise * scale
 
 
 def _add_shape(writer: Any, family: str, config: Any) -> None:
