@@ -38,6 +38,7 @@ MAX_ID_CHARACTERS = 256
 
 # The model also reads seconds since 1970 in quotes; the format does not have those.
 _RFC_3339_DEADLINE = re.compile(rb'"deadline"\s*:\s*"\d{4}-\d\d-\d\d[Tt ]')
+_JOB_NAME, _TASK_NAME = re.compile(JOB_PATTERN), re.compile(TASK_NAME_PATTERN)
 _INT_RANGE = range(-(2**63), 2**63)
 _NUM_ERRORS_NAMED = 3
 _MODELS: dict[str, type[BaseModel]] = {"sampling": SamplingOverrides, "messages": ChatMessage}
@@ -75,15 +76,16 @@ def _check_beyond_the_model(message: DocumentMessage, value: bytes) -> None:
     """What JSON Schema cannot say, or pydantic lets through. Raises DocumentError."""
     if message.schema_version != SCHEMA_VERSION:
         raise _bad_message(_wrong_version(message.schema_version))
-    if not re.fullmatch(TASK_NAME_PATTERN, message.task):
+    if message.task != DEFAULT_TASK and not _TASK_NAME.fullmatch(message.task):
         text = f"no task can be called {_shown(message.task)}: a name has 1 to 64 letters, digits, '.', '_' and '-'"
         raise DocumentError(FailureCode.UNKNOWN_TASK, Stage.DECODE, text)
     if message.deadline is not None and not _RFC_3339_DEADLINE.search(value):
         raise _bad_message("'deadline' must be a date and time with zone, as in 2026-01-31T12:00:00Z")
     num_keys = len(message.model_fields_set)
-    for name in ("fields", "metadata"):
-        if (tree := getattr(message, name)) is not None:
-            num_keys += _check_tree(name, tree)
+    if message.fields is not None:
+        num_keys += _check_tree("fields", message.fields)
+    if message.metadata is not None:
+        num_keys += _check_tree("metadata", message.metadata)
     if message.sampling is not None:
         given = {name: getattr(message.sampling, name) for name in message.sampling.model_fields_set}
         num_keys += _check_tree("sampling", given)
@@ -136,13 +138,13 @@ def _reject(raw: RawMessage, parsed: object, code: FailureCode, text: str) -> Re
 
 def _readable_identity(raw: RawMessage, keys: Mapping[str, Any]) -> Identity:
     job, task, document_id = keys.get("job"), keys.get("task"), keys.get("id")
-    if not _matches(JOB_PATTERN, job):
+    if not _matches(_JOB_NAME, job):
         job = next((v.decode("ascii", "replace") for k, v in raw.headers if k == JOB_HEADER and v is not None), None)
     if not isinstance(document_id, str) or not 1 <= len(document_id) <= MAX_ID_CHARACTERS or not _is_utf8(document_id):
         document_id = str(raw.position)
     return Identity(
-        job=job if isinstance(job, str) and _matches(JOB_PATTERN, job) else DEFAULT_JOB,
-        task=task if isinstance(task, str) and _matches(TASK_NAME_PATTERN, task) else DEFAULT_TASK,
+        job=job if isinstance(job, str) and _matches(_JOB_NAME, job) else DEFAULT_JOB,
+        task=task if isinstance(task, str) and _matches(_TASK_NAME, task) else DEFAULT_TASK,
         document_id=document_id,
     )
 
@@ -278,9 +280,9 @@ def _is_storable(metadata: Mapping[str, Any]) -> bool:
     return True
 
 
-def _matches(pattern: str, value: object) -> bool:
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
     # fullmatch, as `$` also matches before a line's end
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
 def _is_utf8(text: str) -> bool:
