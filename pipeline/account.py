@@ -46,6 +46,8 @@ class TimeParts:
     engine_prefill: float = 0.0
     engine_decode: float = 0.0
     storing: float = 0.0  # output to the row's acknowledgement
+    first_delivered: float | None = None  # by the flow's clock, like `last_stored`
+    last_stored: float | None = None
     num_answered: int = 0
     num_stored: int = 0
     thread: dict[str, float] = field(
@@ -53,6 +55,13 @@ class TimeParts:
             ("waiting for documents", "tokenising", "ordering", "waiting for the engine", "making rows", "storing"), 0.0
         )
     )
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first document's delivery to the last row's acknowledgement; 0 where there was none."""
+        if self.first_delivered is None or self.last_stored is None:
+            return 0.0
+        return self.last_stored - self.first_delivered
 
     def means(self) -> dict[str, float]:
         """Mean seconds a document, by part; empty before the first output."""

@@ -3,21 +3,16 @@ only keys, sizes and times. Standard library only, so that a benchmark can order
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
 
-class _Key(NamedTuple):
-    """Sorts the window: a depth-first walk of the prefix tree, without the tree.
-
-    `prefix` holds every fourth byte of the chained hashes, end to end. Equal blocks have equal bytes there, so whoever
-    shares a prefix sorts side by side as with the whole hashes, at one memcmp a comparison and a quarter of the cache
-    misses (20,000 documents of 118 blocks: 38 MB otherwise). Siblings whose bytes collide are merely out of order.
-    """
-
-    prefix: bytes
-    sequence: int  # order of arrival among equals; unique
+# Sorts the window: (every fourth byte of the chained hashes, end to end; order of arrival, unique). Sorting by the
+# chain is a depth-first walk of the prefix tree, without the tree. Equal blocks have equal bytes there, so whoever shares
+# a prefix sorts side by side as with the whole hashes, at one memcmp a comparison and a quarter of the cache misses
+# (20,000 documents of 118 blocks: 38 MB otherwise). Siblings whose bytes collide are merely out of order.
+_Key: TypeAlias = tuple[bytes, int]
 
 
 class _Waiting(Generic[T]):
@@ -97,7 +92,7 @@ class PrefixBatcher(Generic[T]):
         """Puts a document into the window. `num_tokens` is what it counts against a batch's budget."""
         sequence = self._next_sequence
         self._next_sequence += 1
-        key = _Key(b"".join(block_hashes)[::4], sequence)
+        key = (b"".join(block_hashes)[::4], sequence)
         urgent_at = now + self._urgent_after_seconds
         if deadline is not None:
             urgent_at = min(urgent_at, deadline - self._urgent_after_seconds)
@@ -147,11 +142,11 @@ class PrefixBatcher(Generic[T]):
     def remove_where(self, is_unwanted: Callable[[T], bool]) -> int:
         """Drops documents that nobody wants any more, such as those of a revoked partition; says how many."""
         unwanted = [entry for entry in self._waiting.values() if is_unwanted(entry.document)]
-        urgent = {entry.key.sequence for entry in unwanted}
+        urgent = {entry.key[1] for entry in unwanted}
         for entry in unwanted:
             if entry.is_urgent:
                 continue
-            urgent.discard(entry.key.sequence)
+            urgent.discard(entry.key[1])
             self._laps[entry.priority].remove(entry.key)
             self._drop_if_empty(entry.priority)
             self._forget_urgency(entry)
@@ -173,7 +168,7 @@ class PrefixBatcher(Generic[T]):
         for _ in range(2):
             start = end = 0 if lap.last_taken is None else bisect_right(lap.keys, lap.last_taken)
             while end < len(lap.keys) and len(chosen) < room and budget > 0:
-                entry = self._waiting[lap.keys[end].sequence]
+                entry = self._waiting[lap.keys[end][1]]
                 if entry.num_tokens > budget and not (must_take and not chosen):
                     budget = 0
                     break
@@ -211,13 +206,13 @@ class PrefixBatcher(Generic[T]):
         self._urgent_next = []
 
     def _forget_urgency(self, entry: _Waiting[T]) -> None:
-        del self._becoming_urgent[bisect_left(self._becoming_urgent, (entry.urgent_at, entry.key.sequence))]
+        del self._becoming_urgent[bisect_left(self._becoming_urgent, (entry.urgent_at, entry.key[1]))]
 
     def _drop_if_empty(self, priority: int) -> None:
         if not self._laps[priority].keys:
             del self._laps[priority]
 
     def _take(self, entry: _Waiting[T]) -> T:
-        del self._waiting[entry.key.sequence]
+        del self._waiting[entry.key[1]]
         self._num_tokens -= entry.num_tokens
         return entry.document

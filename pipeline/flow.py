@@ -147,8 +147,16 @@ class Flow:
                 if self._clock() >= self._drain_until:
                     self._give_up()
                     return
-            elif until_drained and not self.num_in_flight and self._source.is_drained():
-                return
+                self._flush_if_last()
+            elif until_drained:
+                if not self.num_in_flight and self._source.is_drained():
+                    return
+                self._flush_if_last()
+
+    def _flush_if_last(self) -> None:
+        """A bulk that nothing more will fill is sent as it is."""
+        if not (self._arrived or self._running or len(self._batcher)):
+            self.outgoing.flush()
 
     def turn(self) -> None:
         """One round over all places. Sleeps only where nothing can be done, and not long."""
@@ -187,6 +195,8 @@ class Flow:
         documents = self._source.poll(POLL_DOCUMENTS, WAIT_SECONDS if is_idle else 0.0)
         if documents:
             now = self._clock()
+            if not self.totals.account.delivered:
+                self.totals.time.first_delivered = now
             self.totals.account.delivered += len(documents)
             self._arrived.extend([(document, now) for document in documents])
 
@@ -214,14 +224,16 @@ class Flow:
         prepared = work.prepared
         message = prepared.document.message
         now = self._clock()
-        left = self._prompts_now().seconds_left(prepared.document)
+        deadline = None
+        if message.deadline is not None:
+            deadline = now + self._prompts_now().seconds_left(message.deadline)
         self._batcher.add(
             work,
             block_hashes=prepared.block_hashes,
             num_tokens=len(prepared.token_ids),
             now=now,
             priority=message.priority,
-            deadline=None if left is None else now + left,
+            deadline=deadline,
         )
 
     def _feed(self) -> None:

@@ -24,6 +24,7 @@ class RowSink(Protocol):
     @property
     def has_room(self) -> bool: ...
     def put_many(self, rows: Sequence[Row]) -> None: ...
+    def flush(self) -> None: ...
     def check(self) -> None: ...
 
 
@@ -87,12 +88,17 @@ class OutgoingRows:
         self._sink.put_many(self._rows)
         self._rows = []
 
+    def flush(self) -> None:
+        """Nothing more comes for now: rows need not wait for others."""
+        self._sink.flush()
+
     def settle(self) -> None:
         """Accounts for what the sink's threads have said."""
         account, parts = self._totals.account, self._totals.time
         now = self._clock()
         while self._acknowledged:
             positions, verdict = self._acknowledged.popleft()
+            parts.last_stored = now
             parts.num_stored += len(positions)
             for position in positions:
                 put, failure = self._storing.pop(position)

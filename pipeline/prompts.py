@@ -175,10 +175,9 @@ class PromptBuilder:
         if deadline is not None and deadline <= self._clock():
             raise _failure(FailureCode.DEADLINE_PASSED, f"the deadline {deadline.isoformat()} passed before the start")
 
-    def seconds_left(self, document: Document) -> float | None:
-        """Until the deadline; None where there is none."""
-        deadline = document.message.deadline
-        return None if deadline is None else (deadline - self._clock()).total_seconds()
+    def seconds_left(self, deadline: datetime) -> float:
+        """Until then; negative where it has passed."""
+        return (deadline - self._clock()).total_seconds()
 
     def _token_ids(self, task: CompiledTask, message: DocumentMessage) -> tuple[int, ...]:
         if message.prompt_token_ids is not None:

@@ -96,6 +96,7 @@ class ElasticsearchSink:
         self._unencodable: list[RejectedRow] = []
         self._num_pending = 0
         self._num_draining = 0  # callers of drain: do not wait for a bulk to fill
+        self._is_flushing = False  # nor while this holds, which is until the outbox is empty
         self._error: SinkError | None = None
         self._stats = SinkStats()
         self._writers: list[threading.Thread] = []
@@ -164,6 +165,13 @@ class ElasticsearchSink:
         """Raises the SinkError that stopped the writers, if one did."""
         if self._error is not None:
             raise self._error
+
+    def flush(self) -> None:
+        """Nothing more comes for now: what is in the outbox need not wait for its bulk to fill. Does not block."""
+        with self._lock:
+            if self._outbox and not self._is_flushing:
+                self._is_flushing = True
+                self._work_came.notify()
 
     def drain(self, timeout_seconds: float) -> bool:
         """Waits until every row that was put is settled, without waiting for full bulks. False: not in time."""
@@ -243,7 +251,7 @@ class ElasticsearchSink:
                     self._work_came.wait()
                     continue
                 age = self._clock() - self._outbox[0].put_at
-                if self._is_full() or self._num_draining or age >= self._settings.flush_seconds:
+                if self._is_full() or self._num_draining or self._is_flushing or age >= self._settings.flush_seconds:
                     return [], self._take_bulk()
                 self._work_came.wait(self._settings.flush_seconds - age)
             return [], []
@@ -260,6 +268,7 @@ class ElasticsearchSink:
                 break
             rows.append(self._outbox.popleft())
             self._outbox_bytes -= len(rows[-1].body)
+        self._is_flushing = self._is_flushing and bool(self._outbox)
         if self._outbox:
             self._work_came.notify()  # another writer may have its bulk, or has to wait for its time
         return rows

@@ -9,12 +9,16 @@ from schemas.inference import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """`seconds` from the first poll to the last row; `num_in_flight` is 0 after a clean end."""
+    """`num_in_flight` is 0 after a clean end."""
 
     totals: Totals
     engine: EngineStats
-    seconds: float
     num_in_flight: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first document's delivery to the last row's acknowledgement."""
+        return self.totals.time.span
 
     @property
     def num_ended(self) -> int:

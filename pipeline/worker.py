@@ -114,7 +114,6 @@ class Worker:
             source.start()
             self._flow = flow  # from here on a signal drains
             parts.enter_context(_rare_collections())
-            started = time.monotonic()
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
             try:
                 flow.run(until_drained, None if self._on_turn is None else lambda: self._tell_turn(flow))
@@ -125,7 +124,7 @@ class Worker:
             sink.drain(max(STORE_SECONDS, flow.grace_left()))
             sink.close()
             flow.hand_back_storing()
-            summary = RunSummary(flow.totals, flow.engine_stats, time.monotonic() - started, flow.num_in_flight)
+            summary = RunSummary(flow.totals, flow.engine_stats, flow.num_in_flight)
         logger.info("worker ended", **summary.event())
         return summary
 

@@ -37,6 +37,7 @@ class MemorySink:
         self.verdict = Verdict.STORED
         self.has_room = True
         self.holds = False
+        self.num_flushes = 0
         self.held: list[Row] = []
         self.error: SinkError | None = None
         self.acknowledged: Callable[[Sequence[SourcePosition], Verdict], None]
@@ -53,6 +54,9 @@ class MemorySink:
             else:
                 self.rows[result.id] = result
                 self.acknowledged([position], self.verdict)
+
+    def flush(self) -> None:
+        self.num_flushes += 1
 
     def release(self) -> None:
         self.holds = False
@@ -372,6 +376,25 @@ def test_time_and_tokens_are_counted(make_stage: MakeStage) -> None:
     means = totals.time.means()
     assert means["engine"] > 0
     assert set(means) == {"waiting", "engine", "engine_queue", "engine_prefill", "engine_decode", "storing"}
+
+
+def test_the_last_rows_do_not_wait_for_a_bulk_to_fill(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0)]))
+    stage.sink.holds = True
+    stage.flow.open_engine()
+    while not stage.sink.held:
+        stage.flow.turn()
+    assert stage.sink.num_flushes == 0  # more may come
+    flush = stage.sink.flush
+
+    def flush_and_release() -> None:
+        flush()
+        stage.sink.release()
+
+    stage.sink.flush = flush_and_release  # type: ignore[method-assign]
+    stage.flow.run(until_drained=True)
+    assert stage.sink.num_flushes == 1
+    assert len(stage.sink.rows) == 1
 
 
 def test_outputs_of_nobody_are_ignored(make_stage: MakeStage) -> None:

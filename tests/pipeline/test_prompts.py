@@ -245,7 +245,8 @@ def test_a_deadline_that_has_passed_fails_and_a_later_one_does_not() -> None:
     document = make_document(deadline=(NOW + timedelta(seconds=5)).isoformat())
     prompts = builder()
     prompts.prepare(document)
-    assert prompts.seconds_left(document) == 5.0
+    assert document.message.deadline is not None
+    assert prompts.seconds_left(document.message.deadline) == 5.0
 
 
 def refusal(task: Task, tokenizer: ByteTokenizer | None = None) -> str:
