@@ -1,0 +1,67 @@
+"""Matrix products on a CPU: torch's own F.linear beside oneDNN's packed weights, which engine/models/linear.py uses.
+
+    python -m tests.bench.cpu_linear [--threads 2] [--seconds 0.5]
+
+The shapes are the 0.5B model's. Both run in turn, in one process, and the best time of each counts, since a shared
+machine only ever adds. Printed: GFLOP/s of each (2 x rows x in x out), and the ratio.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from engine.models.linear import Linear
+
+SHAPES = {"qkv": (1152, 896), "output": (896, 896), "gate_up": (9728, 896), "down": (896, 4864), "head": (151936, 896)}
+ROWS = (1, 8, 64, 200, 600, 2048)
+MAX_HEAD_ROWS = 200
+
+
+def best_seconds(calls: list[Callable[[], torch.Tensor]], budget_seconds: float) -> list[float]:
+    """The best time of each call, taken in turn until the budget is spent."""
+    best = [float("inf")] * len(calls)
+    for call in calls:
+        call()
+    ends = time.perf_counter() + budget_seconds
+    while time.perf_counter() < ends:
+        for index, call in enumerate(calls):
+            started = time.perf_counter()
+            call()
+            best[index] = min(best[index], time.perf_counter() - started)
+    return best
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(f"{arguments.threads} threads; GFLOP/s")
+    print(f"{'dtype':10}{'product':10}{'rows':>6}{'plain':>8}{'packed':>8}{'ratio':>7}")
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, (out_features, in_features) in SHAPES.items():
+            weight = torch.randn(out_features, in_features).to(dtype)
+            packed = Linear(weight)
+            for rows in ROWS:
+                if name == "head" and rows > MAX_HEAD_ROWS:
+                    continue
+                x = torch.randn(rows, in_features).to(dtype)
+                plain_seconds, packed_seconds = best_seconds(
+                    [partial(functional.linear, x, weight), partial(packed, x)], arguments.seconds
+                )
+                flop = 2 * rows * out_features * in_features / 1e9
+                print(
+                    f"{str(dtype).removeprefix('torch.'):10}{name:10}{rows:6}{flop / plain_seconds:8.0f}"
+                    f"{flop / packed_seconds:8.0f}{plain_seconds / packed_seconds:7.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
