@@ -20,7 +20,7 @@ from kernels.attention_plan import AttentionPlan
 MIN_TOKENS_SAVED = 1024
 # Small groups of decode rows share their calls: each must save this many, and all of them together as above.
 MIN_TOKENS_SAVED_IN_BATCH = 128
-# Slots a padded batch gathers at most, so that its keys are still in a core's cache when they are multiplied (measured).
+# Slots a padded batch gathers at most: its keys are still in a core's cache when they are multiplied (measured).
 MAX_PADDED_SLOTS = 4096
 # Queries per causal tile, for rows of up to 256 new tokens and above: small tiles waste fewer keys behind the diagonal.
 SMALL_TILE, LARGE_TILE = 64, 128
