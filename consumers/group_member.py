@@ -42,9 +42,16 @@ _COMMIT_TIMEOUT_SECONDS = 60.0  # an outstanding commit older than that is given
 class GroupMember:
     """Joins the group and reads what it is assigned, each partition under a new epoch of the tracker."""
 
-    def __init__(self, settings: KafkaSettings, tracker: OffsetTracker, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        tracker: OffsetTracker,
+        settle: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._settings = settings
         self._tracker = tracker
+        self._settle = settle  # brings completions that have arrived into the tracker
         self._clock = clock
         self._consumer: Any = None
         self._holds = False
@@ -180,6 +187,7 @@ class GroupMember:
     def on_revoked(self, partitions: Iterable[Partition]) -> None:
         """Commits what is complete and fences the rest."""
         given_up = set(partitions)
+        self._settle()
         self._commit_async(self._tracker.commits(given_up))
         if self._settings.assignor == "cooperative-sticky":
             self.forget(given_up, "revoked")

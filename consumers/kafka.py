@@ -36,7 +36,7 @@ class KafkaSource:
         self._settings = settings
         self._clock = clock
         self._tracker = OffsetTracker()
-        self._member = GroupMember(settings, self._tracker, clock)
+        self._member = GroupMember(settings, self._tracker, self._apply_completions, clock)
         self._dead_letters = DeadLetterWriter(settings, worker or settings.client_id, self._tracker.is_current)
         self._thread = threading.Thread(target=self._run, name="pagemill-kafka", daemon=True)
         self._closing = threading.Event()
