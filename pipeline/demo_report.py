@@ -10,6 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 
+# Of the engine's step; "execute" is left out, since it is the sum of the three that the model runner counts.
+ENGINE_PARTS = {
+    "forward": "the model's layers",
+    "sample": "choosing tokens",
+    "prepare": "making tensors",
+    "schedule": "scheduling",
+    "wait": "waiting for the device",
+    "update": "detokenising",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DemoRun:
     """The rows out of Elasticsearch, and seconds: until the worker started, until it was ready, until it was done."""
@@ -86,14 +97,15 @@ def figures_table(run: DemoRun) -> Table:
     table.add_row("worker start, model load", f"{run.load_seconds:.1f} s")
     table.add_row("answering", f"{run.answer_seconds:.1f} s")
     for part, seconds in step_seconds(run.metrics).items():
-        table.add_row(f"  of that, engine: {part}", f"{seconds:.1f} s")
+        table.add_row(f"  of that, engine: {ENGINE_PARTS[part]}", f"{seconds:.1f} s")
     return table
 
 
 def step_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The parts of the engine's steps, longest first."""
+    """The parts of the engine's steps that took a tenth of a second or more, longest first."""
     parts = {}
     for name, value in metrics.items():
         if match := re.fullmatch(r'pagemill_engine_step_seconds_total\{part="(\w+)"\}', name):
-            parts[match[1]] = value
+            if match[1] in ENGINE_PARTS and value >= 0.1:
+                parts[match[1]] = value
     return dict(sorted(parts.items(), key=lambda part: -part[1]))

@@ -133,6 +133,8 @@ def test_the_engines_parts_come_out_of_the_workers_metrics_longest_first() -> No
         "# HELP pagemill_engine_step_seconds_total Seconds\n"
         'pagemill_engine_step_seconds_total{part="sample"} 0.5\n'
         'pagemill_engine_step_seconds_total{part="forward"} 1.25e+01\n'
+        'pagemill_engine_step_seconds_total{part="execute"} 13.0\n'
+        'pagemill_engine_step_seconds_total{part="update"} 0.01\n'
         "pagemill_other 3.0\n"
     )
     assert step_seconds(parse_metrics(text)) == {"forward": 12.5, "sample": 0.5}
@@ -153,7 +155,7 @@ def test_the_demo_answers_every_document_and_leaves_nothing_behind(monkeypatch: 
     assert all(entry["label"] in LABELS for entry in run.rows if entry["task"] == "label")
     assert all(entry["usage"]["cached_tokens"] > 0 for entry in run.rows[2:])
     assert "Answers, from Elasticsearch" in out.getvalue()
-    assert "of that, engine: forward" in out.getvalue()
+    assert "of that, engine: the model's layers" in out.getvalue()
     assert set(Path(tempfile.gettempdir()).glob("pagemill-demo-*")) == before
 
 
