@@ -31,7 +31,11 @@ PARTS: dict[str, type] = {
 
 
 def names_in_first_column(text: str) -> list[str]:
-    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|") and not line.startswith("|-")]
+    cells = [
+        re.split(r"(?<!\\)\|", line)[1]
+        for line in text.splitlines()
+        if line.startswith("|") and not line.startswith("|-")
+    ]
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
