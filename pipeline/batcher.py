@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 # Sorts the window: (every fourth byte of the chained hashes, end to end; order of arrival, unique). Sorting by the
-# chain is a depth-first walk of the prefix tree, without the tree. Equal blocks have equal bytes there, so whoever shares
-# a prefix sorts side by side as with the whole hashes, at one memcmp a comparison and a quarter of the cache misses
-# (20,000 documents of 118 blocks: 38 MB otherwise). Siblings whose bytes collide are merely out of order.
+# chain is a depth-first walk of the prefix tree, without the tree. Equal blocks have equal bytes there, so whoever
+# shares a prefix sorts side by side as with the whole hashes, at one memcmp a comparison and with a quarter of the
+# cache misses (20,000 documents of 118 blocks: 38 MB otherwise). Siblings whose bytes collide are merely out of order.
 _Key: TypeAlias = tuple[bytes, int]
 
 

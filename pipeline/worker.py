@@ -38,6 +38,7 @@ logger = structlog.get_logger(__name__)
 
 PROOF_TIMEOUT_SECONDS = 300.0  # for the first inference, which may compile kernels
 STUCK_SECONDS = 60.0  # without a turn of the pipeline's thread: not alive
+PROGRESS_SECONDS = 10.0  # between two log lines of a worker that goes on
 HEALTH_SECONDS = 2.0  # an answer of Elasticsearch's is good for so long
 STORE_SECONDS = 5.0  # at the least, for rows of computed answers at the end
 
@@ -79,6 +80,8 @@ class Worker:
         self._health: str | None = None
         self._health_lock = threading.Lock()
         self._http_port = 0
+        self._next_progress = time.monotonic() + PROGRESS_SECONDS
+        self._engine_part = ""
 
     def run(self, until_drained: bool = False) -> RunSummary:
         """Serves until a signal, or until the backlog is done. Raises PagemillError for what stops it otherwise.
@@ -116,7 +119,7 @@ class Worker:
             parts.enter_context(_rare_collections())
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
             try:
-                flow.run(until_drained, None if self._on_turn is None else lambda: self._tell_turn(flow))
+                flow.run(until_drained, lambda: self._tell_turn(flow))
             except SourceError:
                 flow.request_drain(settings.worker.grace_seconds)  # nothing computed is thrown away
                 flow.run()
@@ -195,7 +198,7 @@ class Worker:
         settings = self._settings
         client = EngineClient(settings.model, settings.engine, self._engine_command)
         parts.callback(client.close)
-        info = client.start(settings.worker.engine_start_timeout_seconds, self._on_engine_progress)
+        info = client.start(settings.worker.engine_start_timeout_seconds, self._tell_engine_progress)
         client.submit([InferenceRequest(0, (0,), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)])
         deadline = time.monotonic() + PROOF_TIMEOUT_SECONDS
         while not (outputs := client.poll(1.0)):
@@ -205,11 +208,22 @@ class Worker:
             raise EngineError(f"the engine cannot answer: {failure.code.value}: {failure.message}")
         return client, info
 
+    def _tell_engine_progress(self, part: str, fraction: float) -> None:
+        if part != self._engine_part:
+            self._engine_part = part
+            logger.info("engine starting", part=part)
+        if self._on_engine_progress is not None:
+            self._on_engine_progress(part, fraction)
+
     def _running_flow(self) -> Flow:
         assert self._flow is not None, "no row is put before the flow runs"
         return self._flow
 
     def _tell_turn(self, flow: Flow) -> None:
+        if flow.last_turn >= self._next_progress:
+            self._next_progress = flow.last_turn + PROGRESS_SECONDS
+            account = flow.totals.account
+            logger.info("progress", answered=account.indexed, failed=account.failed, **flow.held())
         if self._on_turn is not None:
             self._on_turn(flow)
 

@@ -1,0 +1,42 @@
+"""Logs: one JSON object a line on standard error, from our loggers and the libraries' alike."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+PROGRAM = """
+import logging, structlog
+from pipeline.logs import configure_logs
+configure_logs({level!r}, "json")
+structlog.get_logger().info("partition revoked", partition=3)
+structlog.get_logger().debug("too much")
+logging.getLogger("consumers.kafka").warning("offset lost", extra={{"offset": 7}})
+logging.getLogger("kafka.client").info("their own business")
+logging.getLogger("kafka.client").warning("not theirs alone")
+try:
+    1 / 0
+except ZeroDivisionError:
+    structlog.get_logger().exception("a bug")
+"""
+
+
+def lines(level: str) -> list[dict[str, Any]]:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(level=level)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == ""
+    return [json.loads(line) for line in ended.stderr.splitlines()]
+
+
+def test_each_event_is_a_line_with_its_ids() -> None:
+    revoked, lost, theirs, bug = lines("info")
+    assert (revoked["event"], revoked["partition"], revoked["level"]) == ("partition revoked", 3, "info")
+    assert (lost["event"], lost["offset"], lost["logger"]) == ("offset lost", 7, "consumers.kafka")
+    assert (theirs["event"], theirs["level"]) == ("not theirs alone", "warning")
+    assert "ZeroDivisionError" in bug["exception"]
+    assert all("timestamp" in line for line in (revoked, lost, theirs, bug))
+
+
+def test_the_level_leaves_out_what_is_below_it() -> None:
+    assert [line["event"] for line in lines("error")] == ["a bug"]
