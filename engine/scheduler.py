@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 
 from engine.block_pool import BlockPool
+from engine.pace import BacklogPace
 from engine.prefix_cache import PrefixCache
 from engine.request import Request, RequestState
 from engine.step_plan import SampledTokens, ScheduledTokens, StepPlan
@@ -40,7 +41,9 @@ class Scheduler:
         max_running: int,
         identity: bytes = b"",
         prefix_caching: bool = True,
+        paces_backlog: bool = False,
     ) -> None:
+        """`paces_backlog`: what waits is all that will come, so prompts are spread over the steps that outputs take."""
         self.pool = pool
         self.num_waiting = 0
         self.num_preemptions = 0
@@ -50,6 +53,7 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._max_running = max_running
         self._prefix_cache = PrefixCache(pool, block_size, identity) if prefix_caching else None
+        self._pace = BacklogPace() if paces_backlog else None
         self._waiting: dict[int, deque[Request]] = {}  # priority -> requests; ended ones are skipped when met
         self._running: list[Request] = []
         self._admission: dict[int, int] = {}  # running request's id -> its place in the order of admission
@@ -101,7 +105,7 @@ class Scheduler:
         if self._prefix_cache is not None:
             self._prefix_cache.open(request)
         self._waiting.setdefault(inference.priority, deque()).append(request)
-        self.num_waiting += 1
+        self._starts_waiting(request)
         return request
 
     def schedule(self) -> StepPlan:
@@ -111,11 +115,11 @@ class Scheduler:
         self._returned, self._scrub, self._published = [], [], []
         self._make_way_for_priority(plan)
         num_preempted = len(plan.preempted)
-        self._continue_running(plan, self._max_tokens_per_step)
+        budget = self._continue_running(plan, self._max_tokens_per_step)
         if len(plan.preempted) == num_preempted:  # else blocks are short: what was just preempted would come back
             # One preempted just now may have a token on its way, and cannot start again before it is there.
             not_yet = {request.request_id for request in plan.preempted[num_returned:]}
-            self._admit_waiting(plan, self._max_tokens_per_step - plan.num_tokens, not_yet)
+            self._admit_waiting(plan, budget, not_yet)
         self._watch_progress(plan)
         return plan
 
@@ -139,7 +143,12 @@ class Scheduler:
                 self._fail(request)
                 ended.append(request)
                 continue
-            request.token_ids.append(token_id)
+            if request.state is RequestState.WAITING:  # preempted while its token was on its way
+                self._stops_waiting(request)
+                request.token_ids.append(token_id)
+                self._starts_waiting(request)
+            else:
+                request.token_ids.append(token_id)
             if len(request.token_ids) >= self._max_length(request.inference):
                 self.finish(request)
                 ended.append(request)
@@ -165,7 +174,7 @@ class Scheduler:
         if request.state is RequestState.FINISHED:
             return
         if request.state is RequestState.WAITING:
-            self.num_waiting -= 1  # stays in its queue, and is skipped there
+            self._stops_waiting(request)  # stays in its queue, and is skipped there
         else:
             self._num_allowed_tokens += self._max_length(request.inference) - request.num_prompt_tokens
             self._num_sampled_tokens += request.num_sampled_tokens
@@ -186,8 +195,8 @@ class Scheduler:
                 return
             self._preempt(self._running[-1], plan)
 
-    def _continue_running(self, plan: StepPlan, budget: int) -> None:
-        """Decodes first: they are short and end requests. Then prefills that are under way."""
+    def _continue_running(self, plan: StepPlan, budget: int) -> int:
+        """Decodes first: they are short and end requests. Then prefills that are under way. Returns what is left."""
         prefilling = []
         for request in tuple(self._running):
             if request.state is not RequestState.RUNNING:
@@ -200,13 +209,30 @@ class Scheduler:
             elif budget > 0 and self._grow(request, plan):
                 self._run(request, 1, plan)
                 budget -= 1
+        if self._pace is not None:
+            budget = min(budget, self._paced(self._pace, plan.num_tokens))
         for request in prefilling:
             if budget <= 0:
-                return
+                break
             if request.state is RequestState.RUNNING:
                 count = min(budget, len(request.token_ids) - request.num_computed_tokens)
                 self._run(request, count, plan)
                 budget -= count
+        return budget
+
+    def _paced(self, pace: BacklogPace, num_decodes: int) -> int:
+        """Prompt tokens for this step."""
+        tokens: dict[int, int] = {}
+        num_steps = 0
+        for request in self._running:
+            num_left = len(request.token_ids) - request.num_computed_tokens
+            output = self._max_length(request.inference) - len(request.token_ids)
+            if num_left > 1:
+                tokens[output] = tokens.get(output, 0) + num_left
+            else:
+                num_steps = max(num_steps, output)
+        paced = pace.tokens_per_step(tokens, num_steps, num_decodes)
+        return self._max_tokens_per_step if paced is None else paced
 
     def _admit_waiting(self, plan: StepPlan, budget: int, not_yet: set[int]) -> None:
         """In order; one that does not fit holds back those behind it, so that it is not passed by for ever."""
@@ -275,7 +301,7 @@ class Scheduler:
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         self._waiting[request.inference.priority].popleft()
-        self.num_waiting -= 1
+        self._stops_waiting(request)
         self.pool.share(cached)
         new = self.pool.allocate(self._num_blocks(len(request.token_ids)) - len(cached))
         assert new is not None, "it fitted"
@@ -334,7 +360,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         request.num_computed_tokens = 0
         self._waiting.setdefault(request.inference.priority, deque()).appendleft(request)
-        self.num_waiting += 1
+        self._starts_waiting(request)
         if self._prefix_cache is not None:
             self._prefix_cache.waits(request)
 
@@ -349,12 +375,24 @@ class Scheduler:
         for block_id in request.block_ids:
             self.pool.withdraw(block_id)
         if request.state is RequestState.WAITING:
-            self.num_waiting -= 1
+            self._stops_waiting(request)
         else:
             self._scrub += self._leave_running(request)
         request.state = RequestState.FINISHED
         if self._prefix_cache is not None:
             self._prefix_cache.close(request)
+
+    def _starts_waiting(self, request: Request) -> None:
+        self.num_waiting += 1
+        if self._pace is not None:
+            num_tokens = len(request.token_ids)
+            self._pace.waits(num_tokens, self._max_length(request.inference) - num_tokens)
+
+    def _stops_waiting(self, request: Request) -> None:
+        self.num_waiting -= 1
+        if self._pace is not None:
+            num_tokens = len(request.token_ids)
+            self._pace.leaves(num_tokens, self._max_length(request.inference) - num_tokens)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -30,6 +30,7 @@ class Setup:
     prefix_caching: bool
     is_hopeful: bool  # expects outputs of no length, so that memory runs out
     runs_ahead: bool = False
+    paces_backlog: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ setups = st.builds(
     prefix_caching=st.booleans(),
     is_hopeful=st.booleans(),
     runs_ahead=st.booleans(),
+    paces_backlog=st.booleans(),
 )
 arrivals = st.builds(
     Arrival,
@@ -83,6 +85,7 @@ def make_engine(setup: Setup) -> tuple[Engine, Scheduler, FakeRunner]:
         setup.max_running,
         b"m",
         setup.prefix_caching,
+        setup.paces_backlog,
     )
     if setup.is_hopeful:
         scheduler._num_sampled_tokens = 0
@@ -159,6 +162,7 @@ def run_to_the_end(
     assert scheduler.pool._num_wanting == {}
     assert scheduler._prefix_cache is None or scheduler._prefix_cache._chains == {}
     assert runner.rows == set()
+    assert scheduler._pace is None or not scheduler._pace._tokens
     return outputs
 
 
