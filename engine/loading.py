@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.block_pool import BlockPool
+from engine.cuda_runner import CudaRunner
 from engine.detokenizer import TextStream
-from engine.engine import Engine
+from engine.engine import Engine, Runner
 from engine.grammar import LabelSets
 from engine.kv_cache import KVCache
 from engine.memory import decide_kv_cache_tokens, free_bytes_for_cache, kv_bytes_per_token, worst_step_batch
 from engine.model_config import ModelConfig, read_gguf_config, read_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
+from engine.models.precision import Fp8Precision, PlainPrecision, Precision
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.tokenizer import Tokenizer
@@ -59,7 +62,12 @@ def load_engine(model: ModelSettings, engine: EngineSettings, progress: Progress
 
     with clock.part("weights"):
         decoder = load_decoder(
-            files, dtype, device, max_model_len, progress=lambda fraction: progress("weights", fraction)
+            files,
+            dtype,
+            device,
+            max_model_len,
+            progress=lambda fraction: progress("weights", fraction),
+            precision=choose_precision(model.quantization, dtype, device),
         )
     with clock.part("memory"):
         kv_cache_tokens = _size_cache(decoder, engine, max_model_len)
@@ -90,7 +98,12 @@ def build_engine(
 ) -> Engine:
     """An engine over a loaded decoder and an empty cache. Several may share a decoder, each with its own cache."""
     label_sets = LabelSets(files.eos_token_ids, lambda: files.tokenizer.token_bytes)
-    runner = ModelRunner(decoder, cache, Sampler(label_sets), settings.max_running, max_model_len)
+    sampler = Sampler(label_sets)
+    runner: Runner
+    if decoder.device.type == "cuda":
+        runner = CudaRunner(decoder, cache, sampler, settings.max_running, max_model_len, settings.max_tokens_per_step)
+    else:
+        runner = ModelRunner(decoder, cache, sampler, settings.max_running, max_model_len)
     scheduler = Scheduler(
         BlockPool(cache.num_blocks),
         settings.block_size,
@@ -137,11 +150,12 @@ def load_decoder(
     device: torch.device,
     num_positions: int,
     progress: Callable[[float], None] = lambda fraction: None,
+    precision: Precision[Any] | None = None,
 ) -> Decoder:
     """The weights, read and packed. Raises ModelError where the checkpoint's tensors are not this model's."""
     parameters = stream_parameters(files.config, files.checkpoint, dtype, device, progress)
     with torch.inference_mode():
-        return Decoder(files.config, parameters, files.tokenizer.vocab_size, num_positions, device)
+        return Decoder(files.config, parameters, files.tokenizer.vocab_size, num_positions, device, precision)
 
 
 def choose_device(name: str) -> torch.device:
@@ -157,6 +171,17 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingsError(f"model.device is {name!r}; there are {torch.cuda.device_count()} CUDA devices here")
     return device
+
+
+def choose_precision(quantization: str, dtype: torch.dtype, device: torch.device) -> Precision[Any]:
+    """Of the layers' products. Raises SettingsError where the device has no FP8."""
+    if quantization == "none":
+        return PlainPrecision()
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise SettingsError(f'model.quantization is "fp8"; {device} has no FP8 (Ada, Hopper and later do): set "none"')
+    if dtype != torch.bfloat16:
+        raise SettingsError(f'model.quantization "fp8" goes with model.dtype "bfloat16", not {str(dtype)[6:]!r}')
+    return Fp8Precision()
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

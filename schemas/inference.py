@@ -119,6 +119,9 @@ class ModelSettings:
     path: str = ""  # a Hugging Face folder or a GGUF file
     name: str = ""  # what rows call it; empty: the folder's or file's name
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    quantization: Literal["none", "fp8"] = (
+        "none"  # fp8: weights at load by channel, activations by token; GPUs that can
+    )
     device: str = "auto"  # auto: cuda where there is one
     max_model_len: int = 0  # tokens of prompt and output together; 0: what the model was trained for
 
