@@ -6,6 +6,7 @@ leave their token in a row that nobody reads.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class DecodeGraphs:
         max_rows: int,
         num_columns: int,
         with_shared: bool,
+        pool: Any,
     ) -> None:
         """`last_token_ids` (rows + 1,) int32: each request row's last sampled token; the last entry is padding's.
 
@@ -57,7 +59,7 @@ class DecodeGraphs:
         self._buffer = torch.zeros(num_ints, dtype=torch.int32, device=decoder.device)
         # Like every tensor that graphs read, held as long as they are.
         self._query_starts = torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=decoder.device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._captured: dict[tuple[int, bool], _Captured] = {}
         for bucket in reversed(self.buckets):  # the largest first: the others fit into its memory
             for is_shared in (False, True) if with_shared else (False,):
@@ -91,21 +93,21 @@ class DecodeGraphs:
     def _padded(self, arrays: StepArrays, bucket: int, shared: SharedArrays | None) -> list[IntArray]:
         padding_row = self._last_token_ids.shape[0] - 1
         padded = [
-            _pad(arrays.rows, bucket, padding_row),
-            _pad(arrays.token_ids, bucket, 0),
-            _pad(arrays.positions, bucket, 0),
-            _pad(arrays.slot_mapping, bucket, -1),
-            _pad(arrays.sequence_lengths, bucket, 0),
-            _pad_table(arrays.block_tables, bucket, self._num_columns),
+            pad(arrays.rows, bucket, padding_row),
+            pad(arrays.token_ids, bucket, 0),
+            pad(arrays.positions, bucket, 0),
+            pad(arrays.slot_mapping, bucket, -1),
+            pad(arrays.sequence_lengths, bucket, 0),
+            pad_table(arrays.block_tables, bucket, self._num_columns),
         ]
         if shared is not None:
             padded += [
                 shared.lengths,
                 shared.query_starts,
                 np.array([shared.num_rows], dtype=np.int32),
-                _pad_table(shared.block_tables, MAX_SHARED_GROUPS, self._num_columns),
-                _pad(shared.private_lengths, bucket, 0),
-                _pad_table(shared.private_block_tables, bucket, self._num_columns),
+                pad_table(shared.block_tables, MAX_SHARED_GROUPS, self._num_columns),
+                pad(shared.private_lengths, bucket, 0),
+                pad_table(shared.private_block_tables, bucket, self._num_columns),
             ]
         return padded
 
@@ -115,14 +117,7 @@ class DecodeGraphs:
         inputs[0].fill_(self._last_token_ids.shape[0] - 1)
         inputs[3].fill_(-1)
         step = self._step_of(inputs, bucket)
-        stream = torch.cuda.Stream(self._decoder.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()  # compiles kernels and lets libraries take their workspaces outside of the capture
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, chosen = step()
+        graph, (logits, chosen) = capture(step, self._pool)
         return _Captured(graph, logits, chosen)
 
     def _step_of(self, inputs: Sequence[torch.Tensor], bucket: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -155,6 +150,21 @@ class DecodeGraphs:
         return step
 
 
+def capture(
+    step: Callable[[], tuple[torch.Tensor, torch.Tensor]], pool: Any
+) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
+    """A graph of `step`, its memory out of `pool`, and the tensors that each replay writes."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # compiles kernels and lets libraries take their workspaces outside of the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        results = step()
+    return graph, results
+
+
 def choose(logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Greedy tokens, into their rows of last_token_ids too: (2, num_rows) int32, ids and whether a row was finite."""
     token_ids, finite = greedy(logits)
@@ -163,13 +173,13 @@ def choose(logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tenso
     return chosen
 
 
-def _pad(array: IntArray, length: int, value: int) -> IntArray:
+def pad(array: IntArray, length: int, value: int) -> IntArray:
     padded = np.full(length, value, dtype=np.int32)
     padded[: len(array)] = array
     return padded
 
 
-def _pad_table(table: IntArray, num_rows: int, num_columns: int) -> IntArray:
+def pad_table(table: IntArray, num_rows: int, num_columns: int) -> IntArray:
     padded = np.zeros((num_rows, num_columns), dtype=np.int32)
     padded[: table.shape[0], : table.shape[1]] = table
     return padded

@@ -1,7 +1,7 @@
 """Carries plans out on a CUDA device, one step ahead: a launched step is waited for only when its tokens are needed.
 
 Sampled tokens stay on the device as the next step's input; the host learns them by a copy that it waits for one step
-later. Decode steps replay CUDA graphs; steps with prefill are launched kernel by kernel.
+later. Decode steps and small mixed ones replay CUDA graphs; large ones are launched kernel by kernel.
 """
 
 import time
@@ -14,6 +14,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.cuda_graph import DecodeGraphs, choose
 from engine.kv_cache import KVCache
+from engine.mixed_graph import MAX_PREFILL_ROWS, MixedGraphs
 from engine.model_runner import RequestRows
 from engine.models.decoder import Decoder
 from engine.request import Request
@@ -67,21 +68,23 @@ class CudaRunner:
         self._last_token_ids = torch.zeros(max_running + 1, dtype=torch.int32, device=decoder.device)
         num_columns = self._rows.block_tables.shape[1]
         num_rows = max_running + MAX_SHARED_GROUPS
-        num_ints = 4 * max_tokens_per_step + 2 * num_rows * (num_columns + 16) + 4096
+        num_ints = 4 * max_tokens_per_step + 2 * (num_rows + MAX_PREFILL_ROWS) * (num_columns + 16) + 4096
         self._staging = Staging(decoder.device, num_ints)
         self._chosen = [torch.empty(2 * max_running, dtype=torch.int32, pin_memory=True) for _ in range(_DEPTH)]
         self._turn = 0
-        with torch.inference_mode():
-            self._graphs = (
-                DecodeGraphs(
-                    decoder, cache, self._staging, self._last_token_ids, max_running, num_columns,
-                    self._min_tokens_saved is not None,
-                )
-                if with_graphs
-                else None
-            )  # fmt: skip
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
+        if with_graphs:
+            # One pool for all: a step's memory is free again for the next. The largest graphs first.
+            pool = torch.cuda.graph_pool_handle()
+            common = decoder, cache, self._staging, self._last_token_ids, max_running, num_columns
+            with torch.inference_mode():
+                if decoder.mixes_places:
+                    self._mixed_graphs = MixedGraphs(*common, max_tokens_per_step, pool)
+                self._decode_graphs = DecodeGraphs(*common, self._min_tokens_saved is not None, pool)
         self.step_seconds = dict.fromkeys(("gather", "launch"), 0.0)
         self.num_replays = 0
+        self.num_mixed_replays = 0
         self.num_shared_steps = 0
 
     def needs_known_tokens(self, inference: InferenceRequest) -> bool:
@@ -98,9 +101,12 @@ class CudaRunner:
             return DoneStep(SampledTokens())
         arrays = self._gather(plan)
         gathered = time.perf_counter()
-        if self._graphs is not None and self._graphs.takes(arrays):
-            logits, chosen = self._graphs.replay(arrays)
+        if self._decode_graphs is not None and self._decode_graphs.takes(arrays):
+            logits, chosen = self._decode_graphs.replay(arrays)
             self.num_replays += 1
+        elif self._mixed_graphs is not None and self._mixed_graphs.takes(arrays):
+            logits, chosen = self._finish(arrays, *self._mixed_graphs.replay(arrays))
+            self.num_mixed_replays += 1
         else:
             logits, chosen = self._run(arrays)
         self.num_shared_steps += arrays.shared is not None
@@ -133,6 +139,13 @@ class CudaRunner:
             self._cache.block_size,
             self._min_tokens_saved,
         )
+
+    def _finish(
+        self, arrays: StepArrays, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        indices, rows = self._staging.upload([arrays.logits_indices, arrays.sampling_rows])
+        logits = self._decoder.logits(self._decoder.finish(attended, residual, indices))
+        return logits, choose(logits, self._last_token_ids, rows)
 
     def _run(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
         """Kernel by kernel; (logits (num_sampling, vocab_size), chosen (2, num_sampling))."""

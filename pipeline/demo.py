@@ -299,7 +299,8 @@ def _worker(folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn(),
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
         console=console,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Rows on their way out: to the sink, or to the dead letters first. Ends where a document's row is acknowledged.
 
-    add ───────────────────────────────> rows ──> storing ──> acknowledged: completed, accounted for
-    fail ──> dead letter, acknowledged ───^          └──────> rejected: fail, with another row
+add ───────────────────────────────> rows ──> storing ──> acknowledged: completed, accounted for
+fail ──> dead letter, acknowledged ───^          └──────> rejected: fail, with another row
 """
 
 from collections import deque

@@ -54,9 +54,7 @@ class RowBuilder:
         """The output as the document's task wants it."""
         return self._readers[work.prepared.task.name].read(output)
 
-    def answer_row(
-        self, work: Work, answer: Answer, output: InferenceOutput, now: float, answered_at: datetime
-    ) -> Row:
+    def answer_row(self, work: Work, answer: Answer, output: InferenceOutput, now: float, answered_at: datetime) -> Row:
         """The row of an output, answered or failed."""
         prepared = work.prepared
         document = prepared.document

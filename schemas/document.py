@@ -154,7 +154,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds: in the batcher's window, in the engine's queue, to the first token, to the last, and all together."""
+    """Milliseconds: in the batcher's window, in the engine's queue, to the first token, to the last, in all."""
 
     wait_ms: float = 0.0
     queue_ms: float = 0.0

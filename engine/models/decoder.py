@@ -84,9 +84,20 @@ class Decoder:
         """Whether attention can make use of `ForwardBatch.shared`."""
         return isinstance(self._attention, FlashAttention)
 
+    @property
+    def mixes_places(self) -> bool:
+        """Whether decode rows of length 0 may share their places with prompt tokens (see engine.mixed_graph)."""
+        return isinstance(self._attention, FlashAttention)
+
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """(num_sampling_rows, hidden_size): the hidden states at `batch.logits_indices`; the cache gets every token's
-        keys and values. The last layer computes no more than those rows behind its attention.
+        keys and values.
+        """
+        return self.finish(*self.attend_all(batch, cache), batch.logits_indices)
+
+    def attend_all(self, batch: ForwardBatch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to the last layer's attention, behind which only sampling rows matter: (what it attended, the residual)
+        of every token. The cache gets all keys and values.
         """
         plan = self._attention.prepare(
             batch.block_tables,
@@ -97,21 +108,24 @@ class Decoder:
             batch.num_decode_rows,
             batch.shared,
         )
-        precision = self._precision
-        eps = self.config.rms_norm_eps
         residual = functional.embedding(batch.token_ids, self._embedding)
-        hidden = precision.norm(residual, self._layers[0].attention_norm, eps)
-        last = len(self._layers) - 1
-        for layer_id, layer in enumerate(self._layers):
-            if layer_id:
-                hidden, residual = precision.add_norm(hidden, residual, layer.attention_norm, eps)
+        hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
+        for layer_id, layer in enumerate(self._layers[:-1]):
             attended = self._attend(layer, layer_id, layer.qkv(hidden), batch, cache, plan)
-            if layer_id == last and batch.logits_indices is not None:
-                attended, residual = attended[batch.logits_indices], residual[batch.logits_indices]
-            hidden = layer.output(precision.enter(attended))
-            hidden, residual = precision.add_norm(hidden, residual, layer.mlp_norm, eps)
-            hidden = layer.down(precision.silu_and_multiply(layer.gate_up(hidden)))
-        hidden, _ = add_rms_norm(hidden, residual, self._final_norm, eps)
+            hidden, residual = self._feed_forward(layer, attended, residual)
+            following = self._layers[layer_id + 1].attention_norm
+            hidden, residual = self._precision.add_norm(hidden, residual, following, self.config.rms_norm_eps)
+        last = len(self._layers) - 1
+        return self._attend(self._layers[last], last, self._layers[last].qkv(hidden), batch, cache, plan), residual
+
+    def finish(
+        self, attended: torch.Tensor, residual: torch.Tensor, logits_indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(num_sampling_rows, hidden_size) from `attend_all`'s result; None: of every token."""
+        if logits_indices is not None:
+            attended, residual = attended[logits_indices], residual[logits_indices]
+        hidden, residual = self._feed_forward(self._layers[-1], attended, residual)
+        hidden, _ = add_rms_norm(hidden, residual, self._final_norm, self.config.rms_norm_eps)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -125,6 +139,15 @@ class Decoder:
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
+
+    def _feed_forward(
+        self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From a layer's attention to its end, the last addition left to the norm that follows: (addend, residual)."""
+        precision = self._precision
+        hidden = layer.output(precision.enter(attended))
+        hidden, residual = precision.add_norm(hidden, residual, layer.mlp_norm, self.config.rms_norm_eps)
+        return layer.down(precision.silu_and_multiply(layer.gate_up(hidden))), residual
 
     def _rotate_and_write(
         self, layer: _Layer, qkv: torch.Tensor, batch: ForwardBatch, keys: torch.Tensor, values: torch.Tensor

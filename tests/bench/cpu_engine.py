@@ -2,10 +2,10 @@
 
     python -m tests.bench.cpu_engine [--documents 64] [--runs 3] [--without-baseline]
 
-The work: documents of about 100 random tokens under one 400-token template, 32 output tokens each, greedy, EOS ignored.
-The baseline is transformers with padded batches sorted by length, the better of batch 8 and 16, on the same weights from the
-same GGUF file. Before anything is timed, the first documents' greedy tokens of both are compared in the printed line
-(bf16 may differ in late tokens; the exact comparison is the tests', in float32).
+The work: documents of about 100 random tokens under one 400-token template, 32 output tokens each, greedy, EOS
+ignored. The baseline is transformers with padded batches sorted by length, the better of batch 8 and 16, on the same
+weights from the same GGUF file. The first document's greedy tokens of both are compared in the printed line (bf16 may
+differ in late tokens; the exact comparison is the tests', in float32).
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 
 from engine.loading import load_engine
 from pipeline.model_download import demo_model_path
-from schemas.inference import EngineSettings, InferenceRequest, ModelSettings, SamplingParams
+from schemas.inference import EngineSettings, InferenceOutput, InferenceRequest, ModelSettings, SamplingParams
 
 TEMPLATE_TOKENS, DOCUMENT_TOKENS, OUTPUT_TOKENS = 400, 100, 32
 FLOOR_FLOP_PER_TOKEN = 2 * 0.357913e9  # the layers' parameters; the head, below, only where a token is sampled
@@ -35,7 +35,9 @@ def make_prompts(num_documents: int, seed: int = 0) -> list[list[int]]:
     return [template + rng.integers(0, 151_000, size=int(length)).tolist() for length in lengths]
 
 
-def run_transformers(model_path: Path, prompts: list[list[int]], batch_sizes: tuple[int, ...]) -> tuple[float, int, list[int]]:
+def run_transformers(
+    model_path: Path, prompts: list[list[int]], batch_sizes: tuple[int, ...]
+) -> tuple[float, int, list[int]]:
     """Best seconds over the batch sizes, the batch size, and the first prompt's tokens."""
     from transformers import AutoModelForCausalLM
 
@@ -62,26 +64,32 @@ def run_transformers(model_path: Path, prompts: list[list[int]], batch_sizes: tu
                 )  # fmt: skip
                 first = first or out[0, longest:].tolist()
             seconds = time.perf_counter() - began
-            print(f"transformers, batches of {batch_size:2d}: {seconds:6.1f} s, {len(prompts) / seconds:.2f} documents/s")
+            print(
+                f"transformers, batches of {batch_size:2d}: {seconds:6.1f} s, {len(prompts) / seconds:.2f} documents/s"
+            )
             if seconds < best[0]:
                 best = (seconds, batch_size, first)
     return best
 
 
-def run_engine(model_path: Path, prompts: list[list[int]], runs: int, settings: EngineSettings) -> tuple[list[float], list[int]]:
+def run_engine(
+    model_path: Path, prompts: list[list[int]], runs: int, settings: EngineSettings
+) -> tuple[list[float], list[int]]:
     """Seconds of each run, each with an empty prefix cache, and the shortest prompt's tokens."""
     seconds, tokens = [], []
     ordered = sorted(prompts)  # the batcher's order: by the prompts' blocks
     shortest = min(range(len(ordered)), key=lambda i: len(ordered[i]))
     for run in range(runs):
         engine, _ = load_engine(
-            ModelSettings(path=str(model_path), dtype="bfloat16", device="cpu", max_model_len=2048), settings, lambda *_: None
+            ModelSettings(path=str(model_path), dtype="bfloat16", device="cpu", max_model_len=2048),
+            settings,
+            lambda *_: None,
         )
         sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         began = time.perf_counter()
         for request_id, prompt in enumerate(ordered):
             engine.add_request(InferenceRequest(request_id, tuple(prompt), sampling, seed=0))
-        outputs = {}
+        outputs: dict[int, InferenceOutput] = {}
         while len(outputs) < len(ordered):
             for output in engine.step():
                 outputs[output.request_id] = output
@@ -94,8 +102,9 @@ def run_engine(model_path: Path, prompts: list[list[int]], runs: int, settings: 
         computed = stats.num_computed_tokens
         flop = computed * FLOOR_FLOP_PER_TOKEN + stats.num_sampled_tokens * HEAD_FLOP_PER_TOKEN
         print(
-            f"pagemill run {run + 1}: {seconds[-1]:6.1f} s, {len(prompts) / seconds[-1]:.2f} documents/s; {cached:.0%} of the prompt"
-            f" cached, {computed:,} tokens computed in {stats.num_steps} steps, {flop / seconds[-1] / 1e9:.0f} GFLOP/s; {parts}"
+            f"pagemill run {run + 1}: {seconds[-1]:6.1f} s, {len(prompts) / seconds[-1]:.2f} documents/s;"
+            f" {cached:.0%} of the prompt cached, {computed:,} tokens computed in {stats.num_steps} steps,"
+            f" {flop / seconds[-1] / 1e9:.0f} GFLOP/s; {parts}"
         )
         del engine
         gc.collect()
@@ -122,7 +131,8 @@ def main() -> None:
     median = statistics.median(ours)
     print(
         f"ratio: {theirs / median:.2f} times transformers (batches of {batch_size}, {theirs:.1f} s);"
-        f" ours median {median:.1f} s, {min(ours):.1f} to {max(ours):.1f}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        f" ours median {median:.1f} s, {min(ours):.1f} to {max(ours):.1f},"
+        f" torch {torch.__version__}, {torch.get_num_threads()} threads"
     )
 
 

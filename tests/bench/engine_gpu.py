@@ -267,7 +267,8 @@ def check() -> None:
             print(
                 f"check {label:43s} largest distance {ours:.5f} (transformers {theirs:.5f}, limit {limit:.5f}),"
                 f" {num_others} of {num_tokens} tokens not the reference's; {runner.num_replays} replays,"
-                f" {runner.num_shared_steps} shared steps, {stats.num_preemptions} preemptions",
+                f" {runner.num_mixed_replays} mixed, {runner.num_shared_steps} shared steps,"
+                f" {stats.num_preemptions} preemptions",
                 flush=True,
             )
             if ours > limit:
@@ -365,6 +366,7 @@ def time_workloads(names: Sequence[str], build: Build, runs: int) -> None:
             print(
                 f"{name:16s} {build.precision} {seconds[-1]:7.2f} s ({total / seconds[-1]:,.0f} tok/s,"
                 f" {outputs / seconds[-1]:,.0f} out); {steps} steps, {runner.num_replays} replays,"
+                f" {runner.num_mixed_replays} mixed,"
                 f" {runner.num_shared_steps} shared;"
                 f" cached {stats.num_cached_tokens - before.num_cached_tokens:,}, computed"
                 f" {stats.num_computed_tokens - before.num_computed_tokens:,}, preempted {stats.num_preemptions};"

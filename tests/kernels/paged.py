@@ -49,9 +49,7 @@ class Step:
 
     def cpu_plan(self) -> CpuAttentionPlan:
         step = self.on_cpu()
-        return CpuAttention().prepare(
-            step.block_tables, step.query_starts, step.sequence_lengths, *self.maxima()
-        )
+        return CpuAttention().prepare(step.block_tables, step.query_starts, step.sequence_lengths, *self.maxima())
 
     def maxima(self) -> tuple[int, int]:
         num_queries = self.query_starts.diff()

@@ -21,16 +21,27 @@ def test_queries_keys_and_values_are_as_the_truth_has_them(
     positions = torch.randint(0, 64, (num_tokens,), device=DEVICE)
     angles = torch.randn(64, head_size // 2, device=DEVICE)
     slots = torch.tensor([3, -1, 31, 0, 8, 9, 10], device=DEVICE)
-    norms = [torch.rand(head_size, device=DEVICE) + 0.5 if normed else None for _ in range(2)]
+    query_norm, key_norm = (torch.rand(head_size, device=DEVICE) + 0.5 if normed else None for _ in range(2))
     pages = torch.full((2, 4, 8, num_kv_heads, head_size), 7.0, device=DEVICE, dtype=dtype)
     expected_pages = pages.clone()
-    query = rope_kv(qkv, positions, angles.cos(), angles.sin(), pages[0], pages[1], slots, num_heads, *norms)
-    expected = rope_kv_reference(
-        qkv, positions, angles.cos(), angles.sin(), expected_pages[0], expected_pages[1], slots, num_heads, *norms
+    query = rope_kv(
+        qkv, positions, angles.cos(), angles.sin(), pages[0], pages[1], slots, num_heads, query_norm, key_norm
     )
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(query, expected, **tolerance)
-    torch.testing.assert_close(pages, expected_pages, **tolerance)
+    expected = rope_kv_reference(
+        qkv,
+        positions,
+        angles.cos(),
+        angles.sin(),
+        expected_pages[0],
+        expected_pages[1],
+        slots,
+        num_heads,
+        query_norm,
+        key_norm,
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(query, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(pages, expected_pages, rtol=tolerance, atol=tolerance)
     untouched = [slot for slot in range(32) if slot not in slots.tolist()]
     assert (pages.view(2, 32, num_kv_heads, head_size)[:, untouched] == 7.0).all()
 

@@ -60,9 +60,7 @@ def test_without_chat_the_rendered_text_is_the_prompt() -> None:
 def test_messages_are_a_conversation_and_get_the_tasks_system_message_where_they_have_none() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     prepared = prepare(task="kind", messages=turns)
-    assert shown(prepared.token_ids) == (
-        "«system\nYou judge.»\n«user\na»\n«assistant\nb»\n«user\nc»\n«assistant\n"
-    )
+    assert shown(prepared.token_ids) == ("«system\nYou judge.»\n«user\na»\n«assistant\nb»\n«user\nc»\n«assistant\n")
     own = prepare(task="kind", messages=[{"role": "system", "content": "own"}, turns[0]])
     assert shown(own.token_ids) == "«system\nown»\n«user\na»\n«assistant\n"
 

@@ -136,9 +136,7 @@ def test_a_secret_from_the_environment_is_masked_where_settings_are_shown() -> N
 
 def test_a_value_out_of_range_is_told_with_its_key_its_value_and_where_it_stands(toml: Path) -> None:
     toml.write_text("[kafka]\nmax_in_flight_documents = 0\n")
-    assert refusal(toml) == (
-        f"kafka.max_in_flight_documents is 0 ({toml}): input should be greater than or equal to 1"
-    )
+    assert refusal(toml) == (f"kafka.max_in_flight_documents is 0 ({toml}): input should be greater than or equal to 1")
     assert refusal(None, {}, engine__block_size="7") == "engine (flag): block_size is 7; expected 8 to 256"
 
 
