@@ -41,15 +41,13 @@ TOPIC = "pagemill.documents"
 INDEX = "pagemill-results"
 DESCRIPTION_TOKENS = 400
 SUMMARY_TOKENS = 32
-LABELS = (
-    "machine learning", "numerics", "GPU libraries", "networking", "data formats", "compression", "command line",
-    "testing", "typing", "packaging", "text processing",
-)  # fmt: skip
+# A small model that is unsure says the first one, so that is one that fits any package.
+LABELS = ("programming", "web", "data", "machine learning", "testing", "terminal", "GPU", "compression", "packaging")
 
 # The tasks begin alike, so that a package's second question finds everything before it in the prefix cache.
 _SYSTEM = "You read the description of a Python package and answer one question about it."
 _DOCUMENT = "Package: {{ name }}\nSummary: {{ summary }}\nDescription:\n{{ description }}\n\nQuestion: "
-_LABEL_QUESTION = f"Which of these is the package for: {', '.join(LABELS)}? Answer with one of them."
+_LABEL_QUESTION = f"To which category does {{{{ name }}}} belong? Answer with one of: {', '.join(LABELS)}."
 _SUMMARY_QUESTION = "What does the package do? Answer in one short sentence."
 
 POLL_SECONDS = 0.5
