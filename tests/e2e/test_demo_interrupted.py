@@ -10,7 +10,6 @@ import pytest
 
 from tests.e2e.workers import PATIENCE_SECONDS, wait_until
 
-
 NAMES = ("noida-db", "pipeline.cli worker", "engine.process")
 
 
