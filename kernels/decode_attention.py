@@ -56,23 +56,23 @@ class DecodeLaunch:
 
 
 def plan_decode(num_rows: int, num_heads: int, num_kv_heads: int, num_multiprocessors: int) -> DecodeLaunch:
-    """The launch that measured best on an H200 at head size 128 (tests/bench/decode_attention.py), by rows.
+    """A launch that measured well on an H200 at head size 128 (tests/bench/decode_attention.py), by rows alone.
 
-    Few rows are split until four programs lie on each multiprocessor. Many rows fill it whole; there only rows of
-    some thousand keys are split, which would else be the last to end. Parts that a row is too short for end at once.
+    Few rows are split until four programs, as many as fit, lie on each multiprocessor. Many rows fill it whole: there
+    only the long are split, which would else be the last to end. Parts that a row is too short for end at once.
     """
     group = num_heads // num_kv_heads
     heads = 2 if num_kv_heads % 2 == 0 and 2 * group <= 16 else 1
     fill = 4 * num_multiprocessors // max(num_rows * (num_kv_heads // heads), 1)
-    if fill >= 4:
-        num_splits, min_split_keys = min(fill, 64), 128
-    elif fill >= 2:
+    if fill >= 4:  # a power of two: merged in tiles of that
+        num_splits, min_split_keys = min(1 << (fill.bit_length() - 1), 64), 128
+    elif fill >= 1:
         num_splits, min_split_keys = 8, 512
     else:
         num_splits, min_split_keys = 4, 1024
-    # 32 pairs of key and head are 8 KiB of keys and as much of values: six programs fit, each with two such tiles.
+    # 32 pairs of key and head are 8 KiB of keys and as much of values; with four stages three such tiles are held.
     tile_keys = 32 // heads
-    return DecodeLaunch(num_splits, min_split_keys // tile_keys, tile_keys, heads, num_warps=2, num_stages=3)
+    return DecodeLaunch(num_splits, min_split_keys // tile_keys, tile_keys, heads, num_warps=4, num_stages=4)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 28, 4, 128, 16
 SCALE = HEAD_SIZE**-0.5
 CALLS, REPLAYS = 8, 9
 # (tile_keys, heads_per_program, num_warps, num_stages): the planned one, and the next best
-LAYOUTS = ((16, 2, 2, 3), (16, 2, 4, 4), (32, 1, 1, 3))
+LAYOUTS = ((16, 2, 4, 4), (16, 2, 2, 3), (32, 1, 1, 3))
 SHAPES = (
     (1024, 180), (1024, 384), (768, 512), (512, 512), (384, 1024), (256, 2000), (192, 2048), (128, 2048), (100, 4600),
     (64, 4096), (32, 4096), (8, 8192), (1, 8192), (100, 100), (8, 100),

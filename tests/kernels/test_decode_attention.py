@@ -93,8 +93,10 @@ def test_few_rows_are_split_to_fill_the_chip_and_of_many_only_long_ones() -> Non
         num_tiles = -(-length // launch.tile_keys)
         return -(-num_tiles // max(-(-num_tiles // launch.num_splits), launch.min_split_tiles))
 
-    shapes = ((1, 100), (1, 8192), (8, 8192), (64, 8192), (128, 8192), (128, 512), (1024, 1024), (1024, 4096))
-    assert [parts(*shape) for shape in shapes] == [1, 64, 32, 4, 8, 1, 1, 4]
+    shapes = (
+        (1, 100), (1, 8192), (8, 8192), (64, 8192), (128, 8192), (128, 512), (256, 2048), (1024, 1024), (1024, 4096),
+    )  # fmt: skip
+    assert [parts(*shape) for shape in shapes] == [1, 64, 32, 4, 8, 1, 4, 1, 4]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(28, 4), (14, 2), (12, 12), (16, 1), (32, 2), (9, 3)])
