@@ -26,8 +26,9 @@ DEFAULT_SETTINGS_FILE = Path("pagemill.toml")
 TASK_NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 ENVIRONMENT_PREFIX = "PAGEMILL_"
 
-# Read elsewhere, before any settings: the folder of fetched models, and the settings file's own name.
-_ENVIRONMENT_ELSEWHERE = frozenset({"PAGEMILL_CACHE", "PAGEMILL_CONFIG"})
+# Read elsewhere, before any settings: the folder of fetched models, the settings file's own name, and what the tests
+# of a checkout are told.
+_ENVIRONMENT_ELSEWHERE = frozenset({"PAGEMILL_CACHE", "PAGEMILL_CONFIG", "PAGEMILL_REQUIRE_REAL_SERVERS"})
 # Kubernetes gives every pod such names for every Service in its namespace, one called pagemill included.
 _KUBERNETES_NAME = re.compile(r"^PAGEMILL_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)$")
 
