@@ -22,7 +22,9 @@ from schemas.settings import KafkaSettings
 logger = logging.getLogger(__name__)
 
 MAX_RECORDS_PER_READ = 1000
-_READ_SECONDS = 0.1  # how long a read waits for records; completions wait for it
+# Between two reads that found nothing: doubling from the first to the second. The wait is ours and not the client's,
+# which asks again at once where a server answers "nothing" without waiting, as the embedded one does.
+_FIRST_IDLE_SECONDS, _IDLE_SECONDS = 0.002, 0.1
 _HELD_READ_SECONDS = 0.05  # while paused: a read then is only a sign of life
 _RESUME_BELOW = 0.75  # of the high marks
 _END_LOOKUP_SECONDS = 0.25
@@ -50,6 +52,7 @@ class KafkaSource:
 
         self._has_assignment = False
         self._holds = False
+        self._idle_seconds = _FIRST_IDLE_SECONDS
         self._record_bytes = float(settings.max_document_bytes)  # of the messages of late; until then the most
         self._is_at_end = False
         self._end_wanted = False
@@ -145,11 +148,9 @@ class KafkaSource:
 
     def _step(self) -> None:
         self._hold_or_resume()
-        if self._holds:
-            raws = self._member.read(1, _HELD_READ_SECONDS)
-        else:
-            raws = self._member.read(self._room(), _READ_SECONDS)
+        raws = self._member.read(1, _HELD_READ_SECONDS) if self._holds else self._member.read(self._room(), 0.0)
         if raws:
+            self._idle_seconds = _FIRST_IDLE_SECONDS
             self._is_at_end = False
             self._tracker.start(raws)
             mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
@@ -160,6 +161,9 @@ class KafkaSource:
         self._has_assignment = self._member.is_stable
         self._look_for_the_end()
         self._hand_back_if_draining()
+        if not raws and not self._holds:
+            self._closing.wait(self._idle_seconds)
+            self._idle_seconds = min(2 * self._idle_seconds, _IDLE_SECONDS)
 
     def _room(self) -> int:
         """How many records fit under both high marks, at their size of late; at least one."""

@@ -23,7 +23,7 @@ class FlashPlan(AttentionPlan):
     """A step's rows: first `num_decode_rows` with a single query each, then the others."""
 
     num_decode_rows: int
-    prefill_query_starts: torch.Tensor | None  # from the first prefill token; None: there are none
+    prefill_query_starts: torch.Tensor | None  # the other rows' first tokens, and the end; None: there are none
     shared: SharedPrefixes | None
 
 
@@ -32,9 +32,11 @@ class FlashAttention:
 
     def __init__(self) -> None:
         from flash_attn.cute import flash_attn_varlen_func
+        from flash_attn.cute.interface import _flash_attn_fwd
 
         self._attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_attn_varlen_func
         self._num_multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self._attend_into: Callable[..., object] = _flash_attn_fwd  # the same, with `out` given
 
     def prepare(
         self,
@@ -46,9 +48,7 @@ class FlashAttention:
         num_decode_rows: int = 0,
         shared: SharedPrefixes | None = None,
     ) -> FlashPlan:
-        prefill = None
-        if num_decode_rows < sequence_lengths.shape[0]:
-            prefill = query_starts[num_decode_rows:] - num_decode_rows
+        prefill = query_starts[num_decode_rows:] if num_decode_rows < sequence_lengths.shape[0] else None
         return FlashPlan(
             block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length,
             num_decode_rows, prefill, shared,
@@ -67,17 +67,19 @@ class FlashAttention:
         num_decode = plan.num_decode_rows
         if plan.prefill_query_starts is None:
             return self._decode(query, key_cache, value_cache, plan, scale, sliding_window)
-        prefill, _ = self._attend(
-            query[num_decode:], key_cache, value_cache,
+        out = torch.empty_like(query)
+        if num_decode:
+            # First: in a captured step, decode rows that are padding share their places with prefill tokens.
+            out[:num_decode] = self._decode(query[:num_decode], key_cache, value_cache, plan, scale, sliding_window)
+        left, right = _window(sliding_window)
+        self._attend_into(
+            query, key_cache, value_cache, out=out,
             cu_seqlens_q=plan.prefill_query_starts, seqused_k=plan.sequence_lengths[num_decode:],
             page_table=plan.block_tables[num_decode:],
             max_seqlen_q=plan.max_query_length, max_seqlen_k=plan.max_sequence_length,
-            softmax_scale=scale, causal=sliding_window is None, window_size=_window(sliding_window), return_lse=True,
+            softmax_scale=scale, causal=sliding_window is None, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        if num_decode == 0:
-            return prefill
-        decode = self._decode(query[:num_decode], key_cache, value_cache, plan, scale, sliding_window)
-        return torch.cat((decode, prefill))
+        return out
 
     def _decode(
         self,
