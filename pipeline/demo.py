@@ -41,8 +41,8 @@ TOPIC = "pagemill.documents"
 INDEX = "pagemill-results"
 DESCRIPTION_TOKENS = 400
 SUMMARY_TOKENS = 32
-# A small model that is unsure says the first one, so that is one that fits any package.
-LABELS = ("programming", "web", "data", "machine learning", "testing", "terminal", "GPU", "compression", "packaging")
+# Nouns of one kind and none that fits everything: a small model that is unsure says whatever fits always.
+LABELS = ("typing", "testing", "networking", "numerics", "compression", "terminal", "GPU", "parsing", "search")
 
 # The tasks begin alike, so that a package's second question finds everything before it in the prefix cache.
 _SYSTEM = "You read the description of a Python package and answer one question about it."
