@@ -144,7 +144,11 @@ def test_the_demo_answers_every_document_and_leaves_nothing_behind(monkeypatch: 
         ("summary", "answered"),
     ] * 3
     assert all(entry["label"] in LABELS for entry in run.rows if entry["task"] == "label")
-    assert all(entry["usage"]["cached_tokens"] > 0 for entry in run.rows[2:])
+    found_nothing = [entry["id"] for entry in run.rows if entry["usage"]["cached_tokens"] == 0]
+    assert len(found_nothing) <= 1  # the first one; all begin alike
+    for label, summary in zip(run.rows[::2], run.rows[1::2], strict=True):  # whichever of the two came second
+        cached = max(label["usage"]["cached_tokens"], summary["usage"]["cached_tokens"])
+        assert cached > 0.5 * label["usage"]["prompt_tokens"]
     assert "Answers, from Elasticsearch" in out.getvalue()
     assert "of that, engine: the model's layers" in out.getvalue()
     assert set(Path(tempfile.gettempdir()).glob("pagemill-demo-*")) == before
