@@ -271,6 +271,8 @@ class Flow:
 
     def _poll_engine(self) -> list[InferenceOutput]:
         if not self._running:
+            if not self._arrived and (self._is_draining or self.outgoing.is_blocked):
+                self.outgoing.wait(WAIT_SECONDS)  # nothing can be taken in or fed: the sink or the broker has the word
             return []
         if self._arrived:
             timeout = 0.0
@@ -304,8 +306,11 @@ class Flow:
             parts.engine_decode += timing.decode_ms / 1000
             answer = self._rows_of.read(work, output)
             if answer.failure is not None and self._runs_again(work, answer.failure):
-                totals.retries += 1
-                self._wait(work)
+                if self._is_draining:
+                    totals.account.handed_back += 1  # nothing is fed any more: its next owner tries again
+                else:
+                    totals.retries += 1
+                    self._wait(work)
                 continue
             row = self._rows_of.answer_row(work, answer, output, now, answered_at)
             if answer.failure is None:
@@ -328,18 +333,21 @@ class Flow:
         self.outgoing.fail(self._rows_of.failure_row(document, failure, datetime.now(UTC)), failure)
 
     def drop_what_is_not_ours(self) -> None:
-        """Hands back the work of partitions that went to another worker: their next owner does it."""
+        """Hands back the work of partitions that went to another worker: their next owner does it.
+
+        Raises EngineError where the engine turns out to be lost; the work is handed back all the same.
+        """
         is_current = self._source.is_current
         stale_ids = [i for i, w in self._running.items() if not is_current(w.prepared.document.position)]
         for request_id in stale_ids:
             self._running_tokens -= len(self._running.pop(request_id).prepared.token_ids)
-        if stale_ids:
-            self._engine.abort(stale_ids)
         num_waiting = self._batcher.remove_where(lambda work: not is_current(work.prepared.document.position))
         num_dropped = len(stale_ids) + num_waiting + self.outgoing.drop_what_is_not_ours()
         if num_dropped:
             self.totals.account.handed_back += num_dropped
             logger.info("handed back the work of revoked partitions", documents=num_dropped)
+        if stale_ids:
+            self._engine.abort(stale_ids)  # last: what is dropped is accounted for, even if this finds the engine lost
 
     def _begin_drain(self) -> None:
         """What the engine has not begun costs nothing to hand back; what it has is ended and stored."""

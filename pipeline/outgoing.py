@@ -4,6 +4,7 @@ add ─────────────────────────�
 fail ──> dead letter, acknowledged ───^          └──────> rejected: fail, with another row
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -44,15 +45,24 @@ class OutgoingRows:
         self._acknowledged: deque[tuple[Sequence[SourcePosition], Verdict]] = deque()
         self._rejected: deque[RejectedRow] = deque()
         self._dead_lettered: deque[SourcePosition] = deque()
+        self._has_news = threading.Event()
 
     def acknowledged(self, positions: Sequence[SourcePosition], verdict: Verdict) -> None:
         """The sink's word: these rows are stored or need not be. Their documents complete at once."""
         self._source.complete(positions)
         self._acknowledged.append((positions, verdict))
+        self._has_news.set()
 
     def rejected(self, rows: Iterable[RejectedRow]) -> None:
         """The sink's word: these rows will never be accepted."""
         self._rejected.extend(rows)
+        self._has_news.set()
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Until another thread has said something since the last wait; not at all where nothing is on its way out."""
+        if self._rows or self._storing or self._dead_lettering:
+            self._has_news.wait(timeout_seconds)
+            self._has_news.clear()
 
     @property
     def is_blocked(self) -> bool:
@@ -71,7 +81,12 @@ class OutgoingRows:
         """A failed row: the dead letter first; its acknowledgement lets the row follow, and that one's completes."""
         result, _, position, _ = row
         self._dead_lettering[position] = row
-        self._source.dead_letter(position, result.job, failure, lambda: self._dead_lettered.append(position))
+
+        def on_acknowledged() -> None:
+            self._dead_lettered.append(position)
+            self._has_news.set()
+
+        self._source.dead_letter(position, result.job, failure, on_acknowledged)
 
     def store(self) -> None:
         """Hands the sink what it has room for. Raises SinkError where the sink has stopped."""

@@ -1,5 +1,6 @@
 """The flow with a real engine process: every document ends once, and the account says so."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -7,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from engine.client import EngineClient
-from pipeline.flow import Flow
+from pipeline.flow import WAIT_SECONDS, Flow
 from pipeline.prompts import PromptBuilder, compile_tasks
 from pipeline.results import WorkerIdentity
 from pipeline.retry import Verdict
@@ -319,6 +320,56 @@ def test_draining_ends_what_the_engine_has_and_hands_the_rest_back(make_stage: M
     assert account.indexed == len(stage.sink.rows) >= num_in_engine
     assert account.handed_back == 100 - account.indexed > 0
     assert stage.balance() == (0, 0)
+
+
+def test_a_second_try_is_not_waited_for_while_draining(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(0, task="json", fields={"text": "x"}, sampling={"temperature": 1.0})])
+    stage = make_stage(source, {"step_seconds": 0.3})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    stage.flow.request_drain(2.0)
+    stage.flow.run()
+    assert stage.flow.totals.account.handed_back == 1
+    assert source.dead_letters == []
+    assert stage.balance() == (0, 0)
+
+
+def test_an_engine_that_is_lost_while_its_work_is_dropped_keeps_the_account(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt="x" * 16) for offset in range(100)])
+    stage = make_stage(source, {"step_seconds": 60.0})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    source.epoch = 2
+    stage.started[0].kill()
+    with pytest.raises(EngineError):
+        stage.flow.drop_what_is_not_ours()
+    assert stage.flow.totals.account.handed_back == 100
+    assert stage.balance() == (0, 0)
+
+
+def test_waiting_for_elasticsearch_alone_is_waiting_and_not_turning(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(0), make_document(1)])
+    stage = make_stage(source)
+    stage.sink.has_room = False
+    stage.flow.open_engine()
+    while stage.flow.held()["rows"] < 2:
+        stage.flow.turn()
+    started = time.monotonic()
+    stage.flow.turn()
+    assert time.monotonic() - started >= WAIT_SECONDS  # blocked: nothing can be fed
+    stage.sink.has_room = stage.sink.holds = True
+    stage.flow.turn()
+    num_turns = 0
+
+    def count() -> None:
+        nonlocal num_turns
+        num_turns += 1
+
+    stage.flow.request_drain(4 * WAIT_SECONDS)
+    stage.flow.run(on_turn=count)
+    assert num_turns <= 6
 
 
 def test_a_grace_of_nothing_hands_back_what_runs(make_stage: MakeStage) -> None:
