@@ -66,7 +66,8 @@ def build_record(letter: DeadLetter, worker: str, max_bytes: int) -> DeadLetterR
     """The record for a dead letter, at most `max_bytes` large.
 
     The original's headers come first, without those of an earlier failure, then ours. Where it would be too large,
-    the value is cut, and its length and sha256 are told in headers; then the original's headers are left out.
+    the value is cut, and its length and sha256 are told in headers; then the original's headers are left out, and at
+    last its key.
     """
     raw, position = letter.raw, letter.raw.position
     original = [(name, value) for name, value in raw.headers if not name.startswith(HEADER_PREFIX)]
@@ -87,15 +88,17 @@ def build_record(letter: DeadLetter, worker: str, max_bytes: int) -> DeadLetterR
         ours.append((f"{HEADER_PREFIX}key", raw.key))
     key = str(position).encode()
     whole = DeadLetterRecord(key, raw.value, original + ours)
-    if whole.num_bytes <= max_bytes or raw.value is None:
+    if whole.num_bytes <= max_bytes:
         return whole
-    ours.append((f"{HEADER_PREFIX}value-length", str(len(raw.value)).encode()))
-    ours.append((f"{HEADER_PREFIX}value-sha256", hashlib.sha256(raw.value).hexdigest().encode()))
+    if raw.value is not None:
+        ours.append((f"{HEADER_PREFIX}value-length", str(len(raw.value)).encode()))
+        ours.append((f"{HEADER_PREFIX}value-sha256", hashlib.sha256(raw.value).hexdigest().encode()))
     for headers in (original + ours, [*ours, (f"{HEADER_PREFIX}headers-left-out", str(len(original)).encode())]):
         room = max_bytes - DeadLetterRecord(key, b"", headers).num_bytes
         if room >= 0:
-            return DeadLetterRecord(key, raw.value[:room], headers)
-    return DeadLetterRecord(key, b"", [(name, value) for name, value in headers if name != f"{HEADER_PREFIX}key"])
+            return DeadLetterRecord(key, None if raw.value is None else raw.value[:room], headers)
+    headers = [(name, value) for name, value in headers if name != f"{HEADER_PREFIX}key"]
+    return DeadLetterRecord(key, None if raw.value is None else b"", headers)
 
 
 class DeadLetterWriter:
@@ -174,12 +177,12 @@ class DeadLetterWriter:
     def _send(self, letter: DeadLetter) -> None:
         if not self._is_current(letter.raw.position):
             return
-        record = build_record(letter, self._worker, letter.max_bytes or self._max_bytes)
         try:
+            record = build_record(letter, self._worker, letter.max_bytes or self._max_bytes)
             sent = self._producer.send(
                 self._settings.dead_letter_topic, key=record.key, value=record.value, headers=record.headers
             )
-        except Exception as error:
+        except Exception as error:  # of any kind: this thread must live, or no dead letter would ever be acknowledged
             self._on_refusal(letter, error)
             return
         sent.add_callback(lambda _metadata: self._on_acknowledged(letter))
