@@ -115,8 +115,11 @@ def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     with _told():
         settings = _load(config, set_, None, None)
         from pipeline.prompts import check_templates
+        from pipeline.results import AnswerReader
 
         check_templates(settings.tasks)
+        for name, task in settings.tasks.items():
+            AnswerReader(name, task)  # refuses an output_schema that is none
     for line in _toml_lines(masked_settings(settings)):
         typer.echo(line)
 

@@ -18,6 +18,12 @@ from schemas.settings import Settings
 
 TABLE_ROWS = 50
 MAX_CELL_CHARACTERS = 300
+# Control characters of ASCII and of Latin-1, and those that turn the direction of writing.
+_SYMBOLS = (
+    {code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)}
+    | {0x7F: 0x2421}
+    | dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+)
 
 
 def print_jsonl(
@@ -47,7 +53,8 @@ def print_table(
         table = rows_table(shown)
         counts = count_by_status(client, alias, job=job, task=task)
         failures = count_failures(client, alias, job=job, task=task) if counts["failed"] else {}
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     total = sum(counts.values()) if status is None else counts[status]
     console.print(f"{table.row_count} of {total} rows shown; {counts['answered']} answered, {counts['failed']} failed")
     if failures:
@@ -63,8 +70,14 @@ def rows_table(rows: Iterator[Mapping[str, Any]]) -> Table:
     for row in rows:
         # As Text: an answer's brackets are no markup.
         cells = (row["job"], row["task"], row["id"], row["status"], answer_cell(row))
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     return table
+
+
+def visible(text: str) -> str:
+    """Text of strangers for a terminal: control characters, which would act there, as the symbols that stand for
+    them; line breaks stay."""
+    return text.translate(_SYMBOLS)
 
 
 def answer_cell(row: Mapping[str, Any]) -> str:

@@ -139,8 +139,10 @@ def _document(number: int, line: str, submission: Submission) -> dict[str, Any]:
         return {"fields": {"text": line}} if submission.text_is_field else {"prompt": line}
     try:
         parsed = json.loads(line)
-    except ValueError as error:
-        raise SettingsError(f"line {number} is not JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise SettingsError(f"line {number} is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise SettingsError(f"line {number} cannot be read as JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise SettingsError(f"line {number} is {type(parsed).__name__}, not a JSON object")
     if any(key in parsed for key in CONTENT_KEYS):

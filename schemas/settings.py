@@ -41,7 +41,7 @@ class KafkaSettings(_Part):
     """The Kafka side: where documents come from and failed ones go."""
 
     bootstrap_servers: tuple[str, ...] = ()
-    topics: tuple[str, ...] = ("pagemill.documents",)
+    topics: tuple[str, ...] = Field(("pagemill.documents",), min_length=1)
     dead_letter_topic: str = "pagemill.dead-letters"
     group: str = "pagemill"
     assignor: Literal["cooperative-sticky", "range"] = "cooperative-sticky"
@@ -214,7 +214,27 @@ class _Given:
         message = str(error["msg"]).removeprefix("Value error, ")
         if error["type"] == "value_error":
             return f"{key}{where}: {message}"
-        return f"{key} is {error['input']!r}{where}: {message[0].lower()}{message[1:]}"
+        message = _EXPECTED.get(error["type"], f"{message[0].lower()}{message[1:]}")
+        return f"{key} is {_shown(error['loc'], error['input'])}{where}: {message}"
+
+
+# pydantic's words for these are about Python's types, which a settings file does not have.
+_EXPECTED = {
+    "tuple_type": 'expected a list, such as ["a", "b"]',
+    "too_short": "expected a list of one at the least",
+    "model_type": "expected a table of settings",
+    "dataclass_type": "expected a table of settings",
+    "dict_type": "expected a table",
+}
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # of an address, in whatever is quoted
+
+
+def _shown(path: tuple[int | str, ...], value: Any) -> str:
+    """A given value as an error may quote it: a secret is not repeated, nor the credentials of an address."""
+    annotation = _annotation_at(tuple(str(part) for part in path))
+    if SecretStr in (annotation, *typing.get_args(annotation)):
+        return "***"
+    return _CREDENTIALS.sub("//***@", repr(value))
 
 
 _ANY_NAME: dict[str, Any] = {}  # the children of a table whose names the operator chooses
@@ -282,7 +302,9 @@ def _from_text(text: str, annotation: Any, key: str, origin: str) -> Any:
         try:
             return json.loads(stripped)
         except ValueError as error:
-            raise SettingsError(f"{key} is {text!r} ({origin}): expected JSON; {error}") from None
+            # A whole section may hold a password somewhere.
+            shown = "not JSON" if is_table else _shown((), text)
+            raise SettingsError(f"{key} is {shown} ({origin}): expected JSON; {error}") from None
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

@@ -88,6 +88,13 @@ def test_check_config_finds_a_template_that_does_not_compile() -> None:
     assert err.startswith("pagemill: tasks.a.template, line 1: ")
 
 
+def test_check_config_finds_an_output_schema_that_is_none() -> None:
+    Path("pagemill.toml").write_text("[tasks.a]\noutput_schema = {type = 3}\n")
+    code, _, err = ends("check-config")
+    assert code == 2
+    assert err.startswith("pagemill: tasks.a.output_schema is not a JSON Schema, at $.type: ")
+
+
 @pytest.mark.parametrize(("of", "key"), [("message", "prompt_token_ids"), ("row", "finish_reason")])
 def test_schema_prints_a_json_schema(of: str, key: str) -> None:
     code, out, _ = ends("schema", of)
@@ -129,7 +136,7 @@ def test_the_key_is_the_id() -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "line 2 is not JSON"),
+        ('{"id":', "line 2 is not JSON: Expecting value at character 7"),
         ("[1]", "line 2 is list, not a JSON object"),
         ('{"prompt": "x", "priority": 11}', "line 2: 'priority'"),
         ('{"prompt": "x", "promtp": "y"}', "line 2: "),

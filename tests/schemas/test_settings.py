@@ -134,6 +134,31 @@ def test_a_secret_from_the_environment_is_masked_where_settings_are_shown() -> N
     assert "hush" not in repr(settings)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PAGEMILL_ELASTICSEARCH", '{"password": ["hush"]}'),
+        ("PAGEMILL_ELASTICSEARCH", '{"password": "hush"'),
+        ("PAGEMILL_ELASTICSEARCH__URLS", '["http://me:hush@search:9200"'),
+    ],
+)
+def test_a_mistake_beside_a_secret_is_told_without_it(variable: str, value: str) -> None:
+    said = refusal(environment={variable: value})
+    assert "elasticsearch" in said
+    assert "hush" not in said
+
+
+def test_one_address_in_place_of_a_list_is_told_as_such_and_without_its_password(toml: Path) -> None:
+    toml.write_text('[elasticsearch]\nurls = "http://me:hush@search:9200"\n')
+    assert refusal(toml) == (
+        f"elasticsearch.urls is 'http://***@search:9200' ({toml}): expected a list, such as [\"a\", \"b\"]"
+    )
+
+
+def test_no_topic_at_all_is_refused() -> None:
+    assert refusal(kafka__topics="") == "kafka.topics is [] (flag): expected a list of one at the least"
+
+
 def test_a_value_out_of_range_is_told_with_its_key_its_value_and_where_it_stands(toml: Path) -> None:
     toml.write_text("[kafka]\nmax_in_flight_documents = 0\n")
     assert refusal(toml) == (f"kafka.max_in_flight_documents is 0 ({toml}): input should be greater than or equal to 1")
