@@ -90,7 +90,7 @@ class Worker:
         """
         settings = self._settings
         require_addresses(settings, model=self._tokenizer is None)
-        with ExitStack() as parts, self._signals():
+        with self._signals(), ExitStack() as parts:
             tokenizer, model_name = self._load_tokenizer()
             tasks = compile_tasks(settings.tasks, tokenizer)
             fingerprint = tokenizer.fingerprint if isinstance(tokenizer, Tokenizer) else "test"
@@ -194,11 +194,22 @@ class Worker:
         return sink
 
     def _start_engine(self, parts: ExitStack) -> tuple[EngineClient, EngineInfo]:
-        """A started engine that has answered one request: a model that loads may still not compute."""
+        """A started engine that has answered one request: a model that loads may still not compute.
+
+        One that has not is ended before the error leaves, so that the next finds its memory free.
+        """
         settings = self._settings
         client = EngineClient(settings.model, settings.engine, self._engine_command)
         parts.callback(client.close)
         info = client.start(settings.worker.engine_start_timeout_seconds, self._tell_engine_progress)
+        try:
+            self._prove(client)
+        except BaseException:
+            client.close()
+            raise
+        return client, info
+
+    def _prove(self, client: EngineClient) -> None:
         client.submit([InferenceRequest(0, (0,), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)])
         deadline = time.monotonic() + PROOF_TIMEOUT_SECONDS
         while not (outputs := client.poll(1.0)):
@@ -206,7 +217,6 @@ class Worker:
                 raise EngineError(f"the engine gave no answer to its first request within {PROOF_TIMEOUT_SECONDS:g} s")
         if (failure := outputs[0].failure) is not None:
             raise EngineError(f"the engine cannot answer: {failure.code.value}: {failure.message}")
-        return client, info
 
     def _tell_engine_progress(self, part: str, fraction: float) -> None:
         if part != self._engine_part:
