@@ -75,13 +75,14 @@ class Scheduler:
     def check(self, inference: InferenceRequest) -> None:
         """Raises DocumentError for a request that could never run.
 
-        The prompt must leave room for one token in the context; beyond that the output is cut off at the context's end.
+        The prompt must leave room for one token in the context, where any is asked for; beyond that the output is cut
+        off at the context's end.
         At its longest the request must fit into the pool alone.
         """
         num_prompt_tokens = len(inference.token_ids)
         if num_prompt_tokens == 0:
             raise DocumentError(FailureCode.EMPTY_PROMPT, Stage.ENGINE, "the prompt has no tokens")
-        if num_prompt_tokens >= self._max_model_len:
+        if num_prompt_tokens + min(inference.sampling.max_tokens, 1) > self._max_model_len:
             raise DocumentError(
                 FailureCode.PROMPT_TOO_LONG,
                 Stage.ENGINE,

@@ -114,6 +114,20 @@ def test_no_tokens_asked_is_an_answer_of_none() -> None:
     assert (output.token_ids, output.text, output.finish_reason, output.num_prompt_tokens) == ((), "", "length", 3)
 
 
+def test_no_tokens_may_be_asked_of_a_prompt_as_long_as_the_context() -> None:
+    clock = FakeClock()
+    engine = make_engine(ScriptedRunner(clock, {}), clock)
+    longest = engine._scheduler._max_model_len
+    none = SamplingParams(max_tokens=0)
+    engine.add_request(InferenceRequest(1, tuple(range(longest)), none, seed=0))
+    engine.add_request(InferenceRequest(2, tuple(range(longest + 1)), none, seed=0))
+    outputs = drain(engine)
+    assert (outputs[1].failure, outputs[1].finish_reason) == (None, "length")
+    failure = outputs[2].failure
+    assert failure is not None
+    assert failure.code is FailureCode.PROMPT_TOO_LONG
+
+
 def test_a_label_ends_when_nothing_longer_is_possible() -> None:
     output = scripted([4, 5], SamplingParams(), labels=((3,), (4, 5)))
     assert (output.label_id, output.text, output.finish_reason, output.stop_reason) == (1, "ef", "stop", None)
