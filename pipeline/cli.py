@@ -126,7 +126,9 @@ def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
 
 @app.command()
 def demo(
-    packages: Annotated[int | None, typer.Option(help="How many packages to ask about; all where absent.")] = None,
+    packages: Annotated[
+        int | None, typer.Option(min=1, help="How many packages to ask about; what takes minutes here where absent.")
+    ] = None,
     kafka_port: Annotated[int, typer.Option(help="Of the embedded Kafka; 0 for any free one.")] = 0,
     elasticsearch_port: Annotated[int, typer.Option(help="Of the embedded Elasticsearch; 0 for any.")] = 0,
 ) -> None:

@@ -81,6 +81,7 @@ class Worker:
         self._health_lock = threading.Lock()
         self._http_port = 0
         self._next_progress = time.monotonic() + PROGRESS_SECONDS
+        self._told: dict[str, int] = {}  # in the last line of progress
         self._engine_part = ""
 
     def run(self, until_drained: bool = False) -> RunSummary:
@@ -232,8 +233,11 @@ class Worker:
     def _tell_turn(self, flow: Flow) -> None:
         if flow.last_turn >= self._next_progress:
             self._next_progress = flow.last_turn + PROGRESS_SECONDS
-            account = flow.totals.account
-            logger.info("progress", answered=account.indexed, failed=account.failed, **flow.held())
+            held = flow.held()
+            progress = {"answered": flow.totals.account.indexed, "failed": flow.totals.account.failed, **held}
+            if any(held.values()) or progress != self._told:  # with nothing to do it is said once
+                logger.info("progress", **progress)
+            self._told = progress
         if self._on_turn is not None:
             self._on_turn(flow)
 

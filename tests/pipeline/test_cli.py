@@ -164,6 +164,12 @@ def test_text_is_a_prompt_where_the_task_has_no_template() -> None:
     }  # fmt: skip
 
 
+def test_a_demo_of_no_packages_is_refused() -> None:
+    code, out, err = ends("demo", "--packages", "0")
+    assert (code, out) == (2, "")
+    assert "greater than or equal to 1" in err
+
+
 def test_a_file_that_is_not_there_is_told() -> None:
     assert ends("submit", "nowhere.txt", "--kafka", "127.0.0.1:1")[2].endswith(
         "pagemill: 'nowhere.txt' cannot be read: No such file or directory\n"

@@ -8,11 +8,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from elasticsearch import Elasticsearch
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
+from structlog.testing import capture_logs
 
 from pipeline.flow import Flow
 from pipeline.query import find_results
@@ -237,3 +239,24 @@ def nobody(key: str, address: str) -> dict[str, Any]:
 def test_a_worker_without_addresses_refuses_to_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"kafka\.bootstrap_servers.*elasticsearch\.urls.*model\.path"):
         Worker(load_settings(None, {}, {})).run()
+
+
+def test_a_worker_with_nothing_to_do_tells_its_progress_once() -> None:
+    worker = Worker(load_settings(None, {}, {}))
+    held = {"engine": 0}
+    flow = SimpleNamespace(
+        last_turn=0.0, totals=SimpleNamespace(account=SimpleNamespace(indexed=3, failed=1)), held=held.copy
+    )
+
+    def told() -> int:
+        flow.last_turn += 1e9
+        with capture_logs() as lines:
+            worker._tell_turn(cast(Flow, flow))
+        return len(lines)
+
+    assert [told(), told(), told()] == [1, 0, 0]
+    flow.held = {"engine": 2}.copy
+    assert [told(), told()] == [1, 1]  # a document that does not move is no idleness
+    flow.held = held.copy
+    flow.totals.account.indexed = 5
+    assert [told(), told()] == [1, 0]
