@@ -189,7 +189,7 @@ class _Given:
         for key in path[:-1]:
             deeper = here.setdefault(key, {})
             if not isinstance(deeper, dict):
-                raise SettingsError(f"{'.'.join(path)} ({origin}): {key} is already given as {deeper!r}")
+                raise SettingsError(f"{'.'.join(path)} ({origin}): {key} is already given as one value")
             here = deeper
         here[path[-1]] = value
         self.origins[".".join(path)] = origin

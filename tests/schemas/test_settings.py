@@ -148,6 +148,14 @@ def test_a_mistake_beside_a_secret_is_told_without_it(variable: str, value: str)
     assert "hush" not in said
 
 
+def test_a_key_below_a_secret_is_refused_without_it() -> None:
+    said = refusal(
+        environment={"PAGEMILL_ELASTICSEARCH__PASSWORD": "hush", "PAGEMILL_ELASTICSEARCH__PASSWORD__OLD": "x"}
+    )
+    assert "elasticsearch.password" in said
+    assert "hush" not in said
+
+
 def test_one_address_in_place_of_a_list_is_told_as_such_and_without_its_password(toml: Path) -> None:
     toml.write_text('[elasticsearch]\nurls = "http://me:hush@search:9200"\n')
     assert refusal(toml) == (
