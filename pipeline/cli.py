@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from schemas.document import DEFAULT_TASK
 from schemas.errors import PagemillError, SettingsError
 from schemas.settings import Settings, load_settings, masked_settings
 
@@ -74,7 +75,7 @@ def submit(
     set_: SetOption = None,
     kafka: KafkaOption = None,
 ) -> None:
-    """Send a file's documents to Kafka, one a line, after checking every line as a worker would."""
+    """Send a file's documents to Kafka, one a line, after checking that every line is a document."""
     from pipeline.logs import silence_logs
     from pipeline.submit import submit_file
 
@@ -82,7 +83,17 @@ def submit(
     with _told():
         settings = _load(config, set_, kafka, None)
         num_sent = submit_file(settings, file, task, job, None if input_format == "auto" else input_format, topic)
-    typer.echo(f"{num_sent} documents sent to {topic or settings.kafka.topics[0]} as job {job}")
+    if not num_sent:
+        typer.echo(f"{file} holds no documents: nothing was sent")
+        return
+    documents = "1 document" if num_sent == 1 else f"{num_sent} documents"
+    typer.echo(f"{documents} sent to {topic or settings.kafka.topics[0]} as job {job}")
+    if settings.tasks and task not in settings.tasks and task != DEFAULT_TASK:
+        typer.echo(
+            f"note: the settings here have no task {task!r}, only {', '.join(settings.tasks)}. A worker that does not "
+            "have it either fails these documents as UNKNOWN_TASK",
+            err=True,
+        )
 
 
 @app.command()

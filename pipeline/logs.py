@@ -43,6 +43,8 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
     root.setLevel(number)
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
+    # It warns of every callback of a tenth of a second, which on a busy processor says nothing about Kafka.
+    logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
 
 
 def silence_logs() -> None:

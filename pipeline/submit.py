@@ -48,9 +48,10 @@ def submit_file(
         raise SettingsError("kafka.bootstrap_servers is not set; give --kafka host:9092, or set it in pagemill.toml")
     limit = settings.kafka.max_document_bytes
     goes_to = topic if topic is not None else settings.kafka.topics[0]
+    console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True,
+        console=console, transient=True, disable=not console.is_terminal,
     ) as progress:  # fmt: skip
         if file == "-":
             lines = iter(sys.stdin)

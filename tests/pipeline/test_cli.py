@@ -232,3 +232,15 @@ def test_a_bad_line_stops_the_submission_before_anything_is_sent() -> None:
     worker = Worker(load_settings(None, {}, {}), engine_command=fake_engine_command(), tokenizer=ByteTokenizer())
     with pytest.raises(Exception, match="no such Kafka topic"):
         worker.run(True)
+
+
+@pytest.mark.real_servers
+@pytest.mark.usefixtures("settings_file")
+def test_a_submission_that_will_come_to_nothing_is_told() -> None:
+    Path("line.txt").write_text("one\n")
+    code, out, err = ends("submit", "line.txt", "--task", "ecko", "--job", "mine")
+    assert code == 0
+    assert out.startswith("1 document sent to submitted-")
+    assert err.startswith("note: the settings here have no task 'ecko', only echo. ")
+    Path("empty.txt").write_text("\n\n")
+    assert ends("submit", "empty.txt", "--task", "echo") == (0, "empty.txt holds no documents: nothing was sent\n", "")

@@ -14,6 +14,7 @@ structlog.get_logger().debug("too much")
 logging.getLogger("consumers.kafka").warning("offset lost", extra={{"offset": 7}})
 logging.getLogger("kafka.client").info("their own business")
 logging.getLogger("kafka.client").warning("not theirs alone")
+logging.getLogger("kafka.net.selector").warning("a busy processor")
 try:
     1 / 0
 except ZeroDivisionError:
