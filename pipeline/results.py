@@ -17,6 +17,10 @@ import jsonschema
 import orjson
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
+from jsonschema_specifications import REGISTRY as SPECIFICATIONS  # type: ignore[import-untyped]
+from referencing import Registry, Resource
+from referencing.exceptions import NoSuchResource, Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from schemas.document import (
     JOB_PATTERN,
@@ -128,7 +132,7 @@ class Answer:
 class AnswerReader:
     """Reads outputs as one task wants them. Its JSON Schema is checked and compiled once, here.
 
-    Raises SettingsError where the schema is not one.
+    Raises SettingsError where the schema is not one, or refers to what is not in it.
     """
 
     def __init__(self, task_name: str, task: Task) -> None:
@@ -179,8 +183,38 @@ def _compile_schema(task_name: str, schema: dict[str, Any]) -> Validator:
         raise SettingsError(
             f"tasks.{task_name}.output_schema is not a JSON Schema, at {error.json_path}: {_quoted(error.message)}"
         ) from error
-    compiled: Validator = validator_class(schema, format_checker=validator_class.FORMAT_CHECKER)
+    try:
+        registry = _registry_of(schema)
+    except (Unresolvable, NoSuchResource) as error:
+        raise SettingsError(
+            f"tasks.{task_name}.output_schema refers to {error.ref!r}, which is not in it; nothing is fetched, so "
+            "write it under its $defs"
+        ) from None
+    compiled: Validator = validator_class(schema, registry=registry, format_checker=validator_class.FORMAT_CHECKER)
     return compiled
+
+
+def _registry_of(schema: dict[str, Any]) -> Registry[Any]:
+    """What the schema's references are looked up in: itself and the standard's own schemas, nothing on a network.
+
+    Raises Unresolvable or NoSuchResource where one leads nowhere; a validator would only notice at an output.
+    """
+    root: Resource[Any] = Resource.from_contents(schema, default_specification=DRAFT202012)
+    registry: Registry[Any] = SPECIFICATIONS.with_resource(root.id() or "", root)
+    pending = [(root, registry.resolver_with_root(root))]
+    seen: set[int] = set()
+    while pending:
+        resource, resolver = pending.pop()
+        if id(resource.contents) in seen:
+            continue
+        seen.add(id(resource.contents))
+        if isinstance(resource.contents, dict):
+            for keyword in ("$ref", "$dynamicRef"):
+                if isinstance(reference := resource.contents.get(keyword), str):
+                    found = resolver.lookup(reference)
+                    pending.append((DRAFT202012.create_resource(found.contents), found.resolver))
+        pending += [(inner, resolver.in_subresource(inner)) for inner in resource.subresources()]
+    return registry
 
 
 def _invalid(output: InferenceOutput, message: str) -> Answer:

@@ -1,5 +1,6 @@
 import base64
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -141,6 +142,36 @@ def test_deep_output_and_deep_schemas_fail_the_document_and_not_the_worker() -> 
 def test_a_schema_that_is_none_is_refused_at_start_by_the_tasks_name() -> None:
     with pytest.raises(SettingsError, match=r"tasks\.reviews\.output_schema is not a JSON Schema, at \$\.type"):
         AnswerReader("reviews", Task(output_schema={"type": "objekt"}))
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        {"properties": {"stars": {"$ref": "#/$defs/missing"}}},
+        {"items": {"$dynamicRef": "#missing"}},
+        {"$defs": {"a": {"$ref": "http://127.0.0.1:1/schema.json"}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"a": {"$ref": "#/definitions/missing"}}},
+        {"$ref": "#/elsewhere", "elsewhere": {"items": {"$ref": "#/missing"}}},
+    ],
+)
+def test_a_schema_that_refers_to_what_is_not_in_it_is_refused_at_start(reference: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=r"tasks\.reviews\.output_schema refers to '.*', which is not in it"):
+        AnswerReader("reviews", Task(output_schema=reference))
+
+
+def test_references_inside_a_schema_and_to_the_standards_own_are_followed() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"$ref": "tree"}, "c": {"$ref": "#word"}},
+        "$defs": {
+            "a": {"$ref": "https://json-schema.org/draft/2020-12/schema"},
+            "tree": {"$id": "tree", "type": "array", "items": {"$ref": "#"}},
+            "word": {"$anchor": "word", "type": "string"},
+        },
+    }
+    reader = AnswerReader("reviews", Task(output_schema=schema))
+    assert reader.read(InferenceOutput(1, text='{"a": {"type": "array"}, "b": [[]], "c": ""}')).failure is None
+    for text in ('{"a": {"type": 1}}', '{"b": [1]}', '{"c": 1}'):
+        assert reader.read(InferenceOutput(1, text=text)).failure is not None
 
 
 def test_an_answered_row_holds_all_that_is_known() -> None:
