@@ -159,7 +159,7 @@ def test_a_key_below_a_secret_is_refused_without_it() -> None:
 def test_one_address_in_place_of_a_list_is_told_as_such_and_without_its_password(toml: Path) -> None:
     toml.write_text('[elasticsearch]\nurls = "http://me:hush@search:9200"\n')
     assert refusal(toml) == (
-        f"elasticsearch.urls is 'http://***@search:9200' ({toml}): expected a list, such as [\"a\", \"b\"]"
+        f'elasticsearch.urls is \'http://***@search:9200\' ({toml}): expected a list, such as ["a", "b"]'
     )
 
 
