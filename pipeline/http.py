@@ -1,6 +1,7 @@
 """The worker's HTTP face: alive, ready, what it counted. Knows the worker by three callbacks only."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,6 +67,8 @@ class StatusServer:
 
             def server_bind(self) -> None:
                 # HTTPServer's own looks the host's name up, which takes seconds where DNS does not answer.
+                # Reused: connections of the worker before, closed by it, hold the port for a minute.
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind(self.server_address)
                 self.server_address = self.socket.getsockname()
                 self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

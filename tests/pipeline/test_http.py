@@ -1,6 +1,7 @@
 """The worker's HTTP face, over a real socket."""
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -62,3 +63,16 @@ def test_a_taken_port_is_told_with_its_setting(face: Face) -> None:
         f"worker.http_host = '127.0.0.1', worker.http_port = {face.server.port} cannot be listened on: Address already "
         "in use; give another worker.http_port, or 0 for any free one"
     )
+
+
+def test_a_worker_started_at_once_has_the_port_that_the_one_before_answered_on() -> None:
+    before = Face()
+    port = before.server.port
+    with socket.create_connection(("127.0.0.1", port)) as probe:
+        probe.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        while probe.recv(4096):  # until the server has closed, which leaves the port to its side for a minute
+            pass
+    before.server.close()
+    after = StatusServer("127.0.0.1", port, is_alive=lambda: True, readiness=dict, metrics=bytes)
+    after.start()
+    after.close()
