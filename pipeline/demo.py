@@ -53,7 +53,7 @@ _SUMMARY_QUESTION = "What does the package do? Answer in one short sentence."
 POLL_SECONDS = 0.5
 WORKER_STOP_SECONDS = 15.0
 # What a core computes in about two of the demo's four minutes, by dtype; a CUDA device takes them all.
-PACKAGES_PER_CORE = {"bfloat16": 50, "float32": 20}
+PACKAGES_PER_CORE = {"bfloat16": 40, "float32": 15}
 LOG_LINES = 12
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
