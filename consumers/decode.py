@@ -206,6 +206,10 @@ def _describe_one(error: ErrorDetails, parsed: object) -> str:
         return f"'{path}' is missing"
     if kind == "timezone_aware":
         return f"'{path}' needs a time zone, as in 2026-01-31T12:00:00Z, not {_shown(error['input'])}"
+    if kind.startswith("datetime_"):
+        return f"'{path}' must be a date and time with zone, as in 2026-01-31T12:00:00Z, not {_shown(error['input'])}"
+    if kind == "too_short":
+        return f"'{path}' must not be empty"
     if kind == "string_pattern_mismatch":
         return f"'{path}' must match {context['pattern']}, not {_shown(error['input'])}"
     expected = error["msg"].replace("Input should be", "must be").replace("should", "must")
