@@ -25,6 +25,7 @@ from schemas.inference import (
 
 DEFAULT_COMMAND = (sys.executable, "-m", "engine.process")
 CLOSE_SECONDS = 5.0
+GIVE_UP_SECONDS = 0.2  # between two questions whether a start is still wanted
 
 
 class EngineClient:
@@ -68,11 +69,16 @@ class EngineClient:
         """The engine process's id, None before start."""
         return self._process.pid if self._process is not None else None
 
-    def start(self, timeout_seconds: float, on_progress: Callable[[str, float], None] | None = None) -> EngineInfo:
-        """Start the process and wait until its model is loaded.
+    def start(
+        self,
+        timeout_seconds: float,
+        on_progress: Callable[[str, float], None] | None = None,
+        give_up: Callable[[], bool] | None = None,
+    ) -> EngineInfo:
+        """Start the process and wait until its model is loaded, or until `give_up`, asked now and then, says so.
 
         Raises ModelError where the model cannot be served, SettingsError where it cannot be as the settings ask,
-        EngineError where the process cannot start, dies, or is not ready in time; nothing is left running then.
+        EngineError where the process cannot start, dies, is not ready in time or given up. Nothing is left running then.
         """
         assert self._process is None, "a client starts one process; make another client for another process"
         deadline = time.monotonic() + timeout_seconds
@@ -82,7 +88,9 @@ class EngineClient:
             self._send(protocol.hello_with_settings(self._model, self._engine))
             greeted = False
             while True:
-                messages = self._receive(deadline - time.monotonic())
+                messages = self._receive(min(GIVE_UP_SECONDS, deadline - time.monotonic()))
+                if give_up is not None and give_up():
+                    raise EngineError(f"the engine's start was given up (it was at: {part})")
                 if not messages and time.monotonic() >= deadline:
                     raise EngineError(
                         f"the engine was not ready after {timeout_seconds:g} s (it was at: {part}); "

@@ -90,6 +90,10 @@ class Flow:
         # An assignment and nothing else: this runs inside signal handlers, where a lock could be ours already.
         self._drain_until = self._clock() + grace_seconds
 
+    @property
+    def is_asked_to_drain(self) -> bool:
+        return self._drain_until is not None
+
     def grace_left(self) -> float:
         """Seconds until a requested drain must end; 0 where none was requested."""
         return 0.0 if self._drain_until is None else max(0.0, self._drain_until - self._clock())
@@ -375,7 +379,7 @@ class Flow:
     def _restart_engine(self, cause: EngineError) -> None:
         """A new engine gets what the lost one had. Raises EngineError where that is tried in vain too often."""
         while True:
-            info = self._engine.reopen(cause, give_up=lambda: self._drain_until is not None)
+            info = self._engine.reopen(cause, give_up=lambda: self.is_asked_to_drain)
             self.totals.engine_restarts = self._engine.num_restarts
             if info is None:
                 self._hand_back_running()

@@ -82,6 +82,8 @@ class EngineSupervisor:
         self.is_ready = False
         while True:
             self._now().close()
+            if give_up():
+                return None
             self._lost_in_a_row += 1
             if self._lost_in_a_row > self._max_restarts:
                 raise EngineError(

@@ -202,7 +202,9 @@ class Worker:
         settings = self._settings
         client = EngineClient(settings.model, settings.engine, self._engine_command)
         parts.callback(client.close)
-        info = client.start(settings.worker.engine_start_timeout_seconds, self._tell_engine_progress)
+        info = client.start(
+            settings.worker.engine_start_timeout_seconds, self._tell_engine_progress, self._is_asked_to_drain
+        )
         try:
             self._prove(client)
         except BaseException:
@@ -214,6 +216,8 @@ class Worker:
         client.submit([InferenceRequest(0, (0,), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)])
         deadline = time.monotonic() + PROOF_TIMEOUT_SECONDS
         while not (outputs := client.poll(1.0)):
+            if self._is_asked_to_drain():
+                raise EngineError("the engine's start was given up before it answered its first request")
             if time.monotonic() > deadline:
                 raise EngineError(f"the engine gave no answer to its first request within {PROOF_TIMEOUT_SECONDS:g} s")
         if (failure := outputs[0].failure) is not None:
@@ -225,6 +229,10 @@ class Worker:
             logger.info("engine starting", part=part)
         if self._on_engine_progress is not None:
             self._on_engine_progress(part, fraction)
+
+    def _is_asked_to_drain(self) -> bool:
+        """Then another engine is not waited for."""
+        return self._flow is not None and self._flow.is_asked_to_drain
 
     def _running_flow(self) -> Flow:
         assert self._flow is not None, "no row is put before the flow runs"

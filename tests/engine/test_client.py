@@ -71,6 +71,15 @@ def is_running(process_id: int) -> bool:
         return False
 
 
+def test_a_start_that_is_given_up_ends_the_process() -> None:
+    client = EngineClient(ModelSettings(), EngineSettings(), fake_engine_command(load_seconds=600))
+    with pytest.raises(EngineError, match=r"start was given up \(it was at: "):
+        client.start(60.0, give_up=lambda: client.process_id is not None)
+    assert client.process_id is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(client.process_id, 0)
+
+
 def test_start_reports_progress_and_the_engine_says_what_it_serves() -> None:
     heard: list[tuple[str, float]] = []
     model = ModelSettings(name="tiny", max_model_len=99)

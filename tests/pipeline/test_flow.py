@@ -1,5 +1,6 @@
 """The flow with a real engine process: every document ends once, and the account says so."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,7 @@ class Bench:
     def _start(self) -> tuple[EngineClient, EngineInfo]:
         client = EngineClient(ModelSettings(name="model"), EngineSettings(), next(self._commands))
         self.started.append(client)
-        return client, client.start(30.0)
+        return client, client.start(30.0, None, lambda: self.flow.is_asked_to_drain)
 
     def run(self) -> None:
         self.flow.open_engine()
@@ -269,6 +270,22 @@ def test_a_lost_engine_is_started_again_and_gets_what_it_had(make_stage: MakeSta
     assert stage.flow.totals.engine_restarts == 2
     assert stage.flow.engine_is_ready
     assert stage.balance() == (0, 0)
+
+
+def test_a_drain_does_not_wait_for_another_engine_to_load(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0)]), {"die_after": 0}, {"load_seconds": 600.0}, restarts=1)
+    stage.flow.open_engine()
+    start = stage._start
+
+    def start_and_drain_meanwhile() -> tuple[EngineClient, EngineInfo]:
+        threading.Timer(0.3, stage.flow.request_drain, [20.0]).start()
+        return start()
+
+    stage.flow._engine._start = start_and_drain_meanwhile
+    stage.flow.run()
+    assert stage.flow.totals.account.handed_back == 1
+    assert stage.balance() == (0, 0)
+    assert len(stage.started) == 2
 
 
 def test_an_engine_that_is_lost_again_and_again_stops_the_worker(make_stage: MakeStage) -> None:
