@@ -78,7 +78,7 @@ class EngineClient:
         """Start the process and wait until its model is loaded, or until `give_up`, asked now and then, says so.
 
         Raises ModelError where the model cannot be served, SettingsError where it cannot be as the settings ask,
-        EngineError where the process cannot start, dies, is not ready in time or given up. Nothing is left running then.
+        EngineError where the process cannot start, dies, is not ready in time, or given up; none is left then.
         """
         assert self._process is None, "a client starts one process; make another client for another process"
         deadline = time.monotonic() + timeout_seconds
