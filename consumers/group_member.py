@@ -119,6 +119,7 @@ class GroupMember:
         except Exception as error:
             self._failed = True
             self._raise_unreadable(error)
+        self._check_fenced()
         self._keep_joining()
         self._check_topic_ids()
         self._track_assignment()
@@ -228,6 +229,19 @@ class GroupMember:
         member then heartbeats for ever and reads nothing. Asking again is harmless; a join under way is kept."""
         if not self.is_stable:
             self._consumer._coordinator.request_rejoin()
+
+    def _check_fenced(self) -> None:
+        """Raises SourceError where another worker has our group_instance_id. kafka-python 3.0.12 then ends its
+        heartbeats and says nothing: without a commit to be refused the member would go on as if it were one."""
+        if self._settings.group_instance_id is None:
+            return
+        coordinator = self._consumer._coordinator
+        with coordinator._lock:
+            is_joined = self.is_stable and not coordinator.rejoining and not coordinator.rejoin_needed
+            is_fenced = is_joined and not coordinator._heartbeat_enabled
+        if is_fenced:
+            self._failed = True
+            self._raise_unreadable(FencedInstanceIdError(self._settings.group_instance_id))
 
     def _check_topic_ids(self) -> None:
         """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""

@@ -196,3 +196,16 @@ def test_a_second_worker_with_the_same_instance_id_stops_the_first_with_the_reas
             first.complete([document.position])  # its commit is what tells
             with pytest.raises(SourceError, match="group_instance_id 'slot-1'"):
                 poll_until_it_stops(first, [])
+
+
+def test_a_second_worker_with_the_same_instance_id_stops_a_first_that_has_nothing_to_commit(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), group_instance_id="slot-1")
+    with running(settings) as first:
+        wait_until(first.is_drained, "the first is a member and has nothing to do")
+        with running(settings, "worker-2") as second:
+            wait_until(second.is_drained, "the second has taken its place")
+            with pytest.raises(SourceError, match="group_instance_id 'slot-1'"):
+                poll_until_it_stops(first, [])  # its next heartbeat is what tells
+            assert second.poll(1, 0.0) == []
