@@ -50,7 +50,8 @@ _TIMESTAMP_SHIFT = 21  # 17 bits of offset, 4 of attempt
 _JOB = re.compile(JOB_PATTERN)
 _TASK = re.compile(TASK_NAME_PATTERN)
 _UNSAFE_IN_ID = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_FENCED = re.compile(r"\s*```(?:json|JSON)?[ \t]*\r?\n(?P<body>.*?)\n?[ \t]*```\s*", re.DOTALL)
+_FENCE = "```"
+_OPENING_FENCE = re.compile(r"\s*```(?:json|JSON)?[ \t]*\r?\n")
 
 
 class Action(Enum):
@@ -227,8 +228,14 @@ def _quoted(text: str) -> str:
 
 def unfenced(text: str) -> str:
     """The JSON of an output: models like to wrap it in one ```json block; a text that is exactly that is unwrapped."""
-    fenced = _FENCED.fullmatch(text)
-    return fenced["body"] if fenced else text
+    # No one pattern for all of it: over an answer that ends in a loop of blanks that takes the square of its length.
+    opening = _OPENING_FENCE.match(text)
+    if opening is None:
+        return text
+    inside = text[opening.end() :].rstrip()
+    if not inside.endswith(_FENCE):
+        return text
+    return inside.removesuffix(_FENCE).rstrip(" \t").removesuffix("\n")
 
 
 @dataclass(frozen=True, slots=True)

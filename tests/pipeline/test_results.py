@@ -139,6 +139,12 @@ def test_deep_output_and_deep_schemas_fail_the_document_and_not_the_worker() -> 
         assert read(Task(output_schema=recursive), InferenceOutput(1, text=text))[3] is FailureCode.INVALID_OUTPUT
 
 
+def test_a_fenced_answer_that_ends_in_a_loop_of_blanks_is_read_in_one_pass() -> None:
+    text = "```json\n{}" + " " * 2_000_000
+    assert read(Task(output_schema=SCHEMA), InferenceOutput(1, text=text))[3] is FailureCode.INVALID_OUTPUT
+    assert read(Task(output_schema={}), InferenceOutput(1, text=text + "```"))[1:] == ({}, None, None)
+
+
 def test_a_schema_that_is_none_is_refused_at_start_by_the_tasks_name() -> None:
     with pytest.raises(SettingsError, match=r"tasks\.reviews\.output_schema is not a JSON Schema, at \$\.type"):
         AnswerReader("reviews", Task(output_schema={"type": "objekt"}))
