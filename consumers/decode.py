@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -41,6 +41,8 @@ _RFC_3339_DEADLINE = re.compile(rb'"deadline"\s*:\s*"\d{4}-\d\d-\d\d[Tt ]')
 _JOB_NAME, _TASK_NAME = re.compile(JOB_PATTERN), re.compile(TASK_NAME_PATTERN)
 _INT_RANGE = range(-(2**63), 2**63)
 _NUM_ERRORS_NAMED = 3
+_NUM_ERRORS_DESCRIBED = 50  # a message of nothing but unknown keys has 100,000, and each takes a search for its nearest
+_Place: TypeAlias = tuple[Any, str | int]  # the place that holds it (None: the document), name or index there
 _MODELS: dict[str, type[BaseModel]] = {"sampling": SamplingOverrides, "messages": ChatMessage}
 _JSON_NAMES = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "an array"}
 
@@ -168,8 +170,8 @@ def _describe(error: ValidationError, value: bytes, parsed: object) -> str:
         return why
     inner = {one["loc"][:depth] for one in errors for depth in range(1, len(one["loc"]))}
     errors = [one for one in errors if one["loc"] not in inner]  # a list is also called too short for a bad entry
-    sentences = list(dict.fromkeys(_describe_one(one, parsed) for one in errors))
-    more = len(sentences) - _NUM_ERRORS_NAMED
+    sentences = list(dict.fromkeys(_describe_one(one, parsed) for one in errors[:_NUM_ERRORS_DESCRIBED]))
+    more = len(sentences) - _NUM_ERRORS_NAMED + len(errors[_NUM_ERRORS_DESCRIBED:])
     return "; ".join(sentences[:_NUM_ERRORS_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
@@ -179,16 +181,25 @@ def _why_unreadable(value: bytes, parsed: object) -> str | None:
         value.decode()
     except UnicodeDecodeError as error:
         return f"not UTF-8: byte {error.start} is 0x{value[error.start]:02x}"
-    below: list[tuple[str, object]] = [("", parsed)]
+    # Places, not their paths: those of a long list under a long key, written out, would fill the memory.
+    below: list[tuple[_Place | None, object]] = [(None, parsed)]
     while below:
-        path, branch = below.pop()
-        if not _is_utf8(path):
-            return f"the key {_shown(path)} holds a lone surrogate, which is no character"
+        place, branch = below.pop()
+        if place is not None and isinstance(place[1], str) and not _is_utf8(place[1]):
+            return f"the key {_shown(_path(place))} holds a lone surrogate, which is no character"
         if isinstance(branch, str) and not _is_utf8(branch):
-            return f"'{path}' holds a lone surrogate, which is no character"
+            return f"'{_path(place)}' holds a lone surrogate, which is no character"
         named = branch.items() if isinstance(branch, dict) else enumerate(branch) if isinstance(branch, list) else ()
-        below += [(f"{path}.{name}" if path else str(name), inner) for name, inner in named]
+        below += [((place, name), inner) for name, inner in named]
     return None
+
+
+def _path(place: _Place | None) -> str:
+    names: list[str] = []
+    while place is not None:
+        names.append(str(place[1]))
+        place = place[0]
+    return ".".join(reversed(names))
 
 
 def _describe_one(error: ErrorDetails, parsed: object) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import string
+import tracemalloc
 from datetime import UTC, datetime
 from typing import Any
 
@@ -247,3 +248,27 @@ def test_a_good_message_with_one_byte_changed_has_exactly_one_outcome(data: st.D
 @given(st.text(max_size=300), st.text(max_size=70), st.text(max_size=70))
 def test_any_names_have_a_valid_identity(document_id: str, job: str, task: str) -> None:
     assert_is_a_valid_outcome(json.dumps({"id": document_id, "job": job, "task": task, "prompt": "x"}).encode())
+
+
+def test_what_is_wrong_with_a_message_takes_memory_of_its_own_size() -> None:
+    key, entries = "k" * 5000, ",".join(["1"] * 100_000)  # the entries' paths, written out, are 500 MB
+    value = f'{{"metadata": {{"a": [0, "\\ud800"]}}, "fields": {{"{key}": [{entries}]}}}}'.encode()
+    tracemalloc.start()
+    try:
+        decoded = decode_document(RawMessage(SourcePosition("t", 0, 0), 0, None, value), 2**20)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(decoded, RejectedDocument)
+    assert decoded.failure.message == "'metadata.a.1' holds a lone surrogate, which is no character"
+    assert peak < 100 * 2**20
+
+
+def test_of_very_many_mistakes_the_first_are_named_and_all_are_counted() -> None:
+    keys = ",".join(f'"a{number}":0' for number in range(2000))
+    decoded = decode_document(
+        RawMessage(SourcePosition("t", 0, 0), 0, None, f'{{"prompt":"x",{keys}}}'.encode()), 2**20
+    )
+    assert isinstance(decoded, RejectedDocument)
+    assert decoded.failure.message.startswith('unknown key "a0"')
+    assert decoded.failure.message.endswith("; and 1997 more")
