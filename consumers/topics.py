@@ -8,7 +8,7 @@ from typing import Any
 
 from kafka import KafkaAdminClient
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
-from kafka.errors import KafkaError, TopicAlreadyExistsError, UnknownTopicOrPartitionError
+from kafka.errors import InvalidTopicError, KafkaError, TopicAlreadyExistsError, UnknownTopicOrPartitionError
 
 from consumers.connection import check_connection, client_options
 from schemas.errors import SourceError
@@ -63,6 +63,11 @@ def _create(
         admin.create_topics(new, timeout_ms=15_000)
     except TopicAlreadyExistsError:
         pass  # another worker was quicker
+    except InvalidTopicError:
+        raise SourceError(
+            f"Kafka takes no topic called {' or '.join(map(repr, topics))}: a name has 1 to 249 letters, digits, '.', "
+            "'_' and '-'"
+        ) from None
     except KafkaError as error:
         raise SourceError(f"Kafka does not let us create {', '.join(topics)}: {error}. Create it beforehand.") from None
     _wait_until_usable(admin, topics)

@@ -13,10 +13,10 @@ import tomllib
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from schemas.errors import SettingsError
 from schemas.inference import EngineSettings, ModelSettings
@@ -63,6 +63,15 @@ class KafkaSettings(_Part):
     max_in_flight_bytes: int = Field(256 * 2**20, ge=1)
     max_document_bytes: int = Field(2**20, ge=1)
     replication_factor: int = Field(1, ge=1)  # of topics that we create
+
+    @model_validator(mode="after")
+    def _dead_letters_are_not_read(self) -> Self:
+        if self.dead_letter_topic in self.topics:
+            raise ValueError(
+                f"dead_letter_topic {self.dead_letter_topic!r} is one of the topics that are read: a failed message "
+                "would come again and fail again, for ever; name another one"
+            )
+        return self
 
 
 class ElasticsearchSettings(_Part):

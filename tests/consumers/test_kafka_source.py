@@ -127,6 +127,17 @@ def test_the_largest_message_is_dead_lettered_with_its_value_cut_and_its_hash(
     assert tombstone.value is None
 
 
+def test_a_topic_that_no_broker_would_make_is_told_in_one_sentence(
+    kafka_broker: KafkaBroker, fresh_name: Callable[[str], str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, fresh_name("not a name"))
+    with pytest.raises(SourceError) as caught:
+        ensure_topics(settings, create_input=True)
+    assert str(caught.value) == (
+        f"Kafka takes no topic called {settings.topics[0]!r}: a name has 1 to 249 letters, digits, '.', '_' and '-'"
+    )
+
+
 def test_the_dead_letter_topic_is_made_to_keep_its_records(
     kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], fresh_name: Callable[[str], str]
 ) -> None:

@@ -167,6 +167,11 @@ def test_no_topic_at_all_is_refused() -> None:
     assert refusal(kafka__topics="") == "kafka.topics is [] (flag): expected a list of one at the least"
 
 
+def test_dead_letters_that_would_be_read_again_are_refused() -> None:
+    said = refusal(kafka__topics="a,b", kafka__dead_letter_topic="b")
+    assert said.startswith("kafka (flag): dead_letter_topic 'b' is one of the topics that are read: ")
+
+
 def test_a_value_out_of_range_is_told_with_its_key_its_value_and_where_it_stands(toml: Path) -> None:
     toml.write_text("[kafka]\nmax_in_flight_documents = 0\n")
     assert refusal(toml) == (f"kafka.max_in_flight_documents is 0 ({toml}): input should be greater than or equal to 1")
