@@ -114,7 +114,7 @@ class GroupMember:
             return []
         except RetriableError as error:
             logger.warning("reading from Kafka will be tried again", extra={"reason": repr(error)})
-            time.sleep(timeout_seconds)
+            time.sleep(timeout_seconds)  # poll failed at once: the wait that it was asked for is ours, at most 0.5 s
             return []
         except Exception as error:
             self._failed = True
