@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Self
 
 from tests.servers.jdk import ServersUnavailable, build_server, find_jdk
-from tests.servers.server_process import ServerProcess, free_ports
+from tests.servers.server_process import Server, ServerProcess, free_ports
 
 _NUM_START_ATTEMPTS = 3  # another process may take a free port before the node does
 
 
-class ElasticsearchNode:
+class ElasticsearchNode(Server):
     """`ElasticsearchNode.start(directory)` -> a node that answers at `url`.
 
     It is the plain server with its HTTP transport: no security, scripts, ingest, data streams, ILM, and no `GET /`.
@@ -35,7 +35,7 @@ class ElasticsearchNode:
         command += ["--enable-native-access=ALL-UNNAMED", "-cp", f"{target}/lib/*:{target}/classes"]
         command += ["ElasticsearchNode", str(target / "home")]
         command += [f"{name}={value}" for name, value in {**defaults, **settings}.items()]
-        self._process = ServerProcess(command, directory / "elasticsearch.log")
+        super().__init__(ServerProcess(command, directory / "elasticsearch.log"))
 
     @classmethod
     def start(cls, directory: Path, /, **settings: str) -> Self:
@@ -55,33 +55,6 @@ class ElasticsearchNode:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
-
-    @property
-    def log_path(self) -> Path:
-        return self._process.log_path
-
-    def stop(self) -> None:
-        self._process.stop()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def restart(self) -> None:
-        """Stops it where it runs, and starts it again on the same ports and data."""
-        self._process.stop()
-        self._start()
-
-    def freeze(self) -> None:
-        self._process.freeze()
-
-    def thaw(self) -> None:
-        self._process.thaw()
-
-    def log_end(self) -> str:
-        return self._process.log_end()
-
-    def _start(self) -> None:
-        self._process.start(self._answers)
 
     def _answers(self) -> bool:
         try:

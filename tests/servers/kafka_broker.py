@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Self
 
 from tests.servers.jdk import ServersUnavailable, build_server, find_jdk
-from tests.servers.server_process import ServerProcess, free_ports
+from tests.servers.server_process import Server, ServerProcess, free_ports
 
 _NUM_START_ATTEMPTS = 3  # another process may take a free port before the broker does
 
 
-class KafkaBroker:
+class KafkaBroker(Server):
     """`KafkaBroker.start(directory)` -> a broker that answers at `bootstrap_servers`.
 
     `sasl_users` adds a second listener at `sasl_bootstrap_servers`, where those users (name -> password)
@@ -33,7 +33,7 @@ class KafkaBroker:
         self._properties_path = directory / "server.properties"
         command = [*self._java, "-Xmx512m", "-XX:+UseSerialGC", "-cp", self._class_path]
         command += ["-Dorg.apache.logging.log4j.level=WARN", "kafka.Kafka", str(self._properties_path)]
-        self._process = ServerProcess(command, directory / "kafka.log")
+        super().__init__(ServerProcess(command, directory / "kafka.log"))
 
     @classmethod
     def start(cls, directory: Path, sasl_users: Mapping[str, str] | None = None, /, **properties: str) -> Self:
@@ -59,33 +59,6 @@ class KafkaBroker:
     def sasl_bootstrap_servers(self) -> str:
         assert self._sasl_users, "start it with sasl_users"
         return f"127.0.0.1:{self._sasl_port}"
-
-    @property
-    def log_path(self) -> Path:
-        return self._process.log_path
-
-    def stop(self) -> None:
-        self._process.stop()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def restart(self) -> None:
-        """Stops it where it runs, and starts it again on the same ports and data."""
-        self._process.stop()
-        self._start()
-
-    def freeze(self) -> None:
-        self._process.freeze()
-
-    def thaw(self) -> None:
-        self._process.thaw()
-
-    def log_end(self) -> str:
-        return self._process.log_end()
-
-    def _start(self) -> None:
-        self._process.start(self._answers)
 
     def _format(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

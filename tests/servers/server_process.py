@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -86,6 +87,43 @@ class ServerProcess:
         """The end of the log, headed by where all of it is."""
         text = self.log_path.read_bytes()[-num_bytes:].decode(errors="replace") if self.log_path.exists() else ""
         return f"--- {self.log_path} ---\n{text}"
+
+
+class Server(ABC):
+    """What every test server does with its process; a subclass knows the command and when it answers."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self._process = process
+
+    @property
+    def log_path(self) -> Path:
+        return self._process.log_path
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def restart(self) -> None:
+        """Stops it where it runs, and starts it again on the same ports and data."""
+        self._process.stop()
+        self._start()
+
+    def freeze(self) -> None:
+        self._process.freeze()
+
+    def thaw(self) -> None:
+        self._process.thaw()
+
+    def log_end(self) -> str:
+        return self._process.log_end()
+
+    def _start(self) -> None:
+        self._process.start(self._answers)
+
+    @abstractmethod
+    def _answers(self) -> bool: ...
 
 
 def free_ports(count: int) -> list[int]:
