@@ -3,8 +3,8 @@
 One turn: receive, prepare, feed, poll, make rows, store, settle; what goes to other threads goes in lists. A document
 is held in exactly one place at a time, and each place counts by itself, so that `Account.imbalance` notices a lost one:
 
-    arrived -> batcher -> running (in the engine) -> rows -> stored (the sink's, until acknowledged)
-        \\_____________________________\\_-> dead letters -/
+    arrived -> window: waiting -> running (in the engine) -> rows -> stored (the sink's, until acknowledged)
+        \\_____________________________________\\_-> dead letters -/
 """
 
 import time
@@ -16,26 +16,23 @@ import structlog
 
 from consumers.source import Source
 from pipeline.account import Totals
-from pipeline.batcher import PrefixBatcher
 from pipeline.outgoing import OutgoingRows, RowSink
 from pipeline.prompts import PromptBuilder, derived_seed
 from pipeline.results import ACTIONS, Action
 from pipeline.rows import RowBuilder, Work
 from pipeline.supervisor import EngineSupervisor
+from pipeline.window import EngineWindow
 from schemas.document import Document, RejectedDocument
 from schemas.errors import DocumentError, EngineError, Failure
-from schemas.inference import EngineInfo, EngineStats, InferenceOutput, InferenceRequest
+from schemas.inference import EngineInfo, EngineStats, InferenceOutput
 
 logger = structlog.get_logger(__name__)
 
-FIRST_REQUEST_ID = 1  # 0 is the worker's own, of the inference that proves a started engine
 PREPARE_SLICE_SECONDS = 0.02  # then the engine is fed before more is tokenised
 POLL_DOCUMENTS = 1000
 WAIT_SECONDS = 0.05  # the longest that a turn sleeps
 HUNGRY_WAIT_SECONDS = 0.005  # while the engine could run more than it has
 SWEEP_SECONDS = 0.25  # between looks for work of revoked partitions
-STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what can run
-MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
 
 
 class Flow:
@@ -64,23 +61,22 @@ class Flow:
         self._engine = engine
         self._make_prompts = make_prompts
         self._rows_of = rows
-        self._max_running = max_running
-        self._max_tokens_per_step = max_tokens_per_step
         self._max_tries = max_tries
         self._clock = clock
         self.last_turn = clock()
 
         self._prompts: PromptBuilder | None = None
-        self._next_request_id = FIRST_REQUEST_ID
         self._next_sweep = 0.0
         self._drain_until: float | None = None
         self._is_draining = False
 
         # The places where a document can be; see the module's drawing.
         self._arrived: deque[tuple[Document | RejectedDocument, float]] = deque()
-        self._batcher: PrefixBatcher[Work] = PrefixBatcher(urgent_after_seconds)
-        self._running: dict[int, Work] = {}
-        self._running_tokens = 0
+        self._window = EngineWindow(
+            max_running=max_running,
+            max_tokens_per_step=max_tokens_per_step,
+            urgent_after_seconds=urgent_after_seconds,
+        )
         self.outgoing = OutgoingRows(source, sink, self.totals, clock)
 
     # ---- for other threads
@@ -107,15 +103,15 @@ class Flow:
         """Place -> how many documents are there now."""
         return {
             "arrived": len(self._arrived),
-            "batcher": len(self._batcher),
-            "engine": len(self._running),
+            "batcher": self._window.num_waiting,
+            "engine": self._window.num_running,
             **self.outgoing.held(),
         }
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens in the batcher: the backlog that is known, in the unit that the engine works in."""
-        return self._batcher.num_tokens
+        return self._window.waiting_tokens
 
     @property
     def engine_stats(self) -> EngineStats:
@@ -159,7 +155,7 @@ class Flow:
 
     def _flush_if_last(self) -> None:
         """A bulk that nothing more will fill is sent as it is."""
-        if not (self._arrived or self._running or len(self._batcher)):
+        if not (self._arrived or self._window.num_running or self._window.num_waiting):
             self.outgoing.flush()
 
     def turn(self) -> None:
@@ -195,7 +191,8 @@ class Flow:
     def _receive(self) -> None:
         if self._is_draining or len(self._arrived) >= POLL_DOCUMENTS:
             return
-        is_idle = not (self._arrived or self._running or self.outgoing.is_blocked or len(self._batcher))
+        window = self._window
+        is_idle = not (self._arrived or window.num_running or window.num_waiting or self.outgoing.is_blocked)
         documents = self._source.poll(POLL_DOCUMENTS, WAIT_SECONDS if is_idle else 0.0)
         if documents:
             now = self._clock()
@@ -225,62 +222,41 @@ class Flow:
                 return
 
     def _wait(self, work: Work) -> None:
-        prepared = work.prepared
-        message = prepared.document.message
+        deadline = work.prepared.document.message.deadline
         now = self._clock()
-        deadline = None
-        if message.deadline is not None:
-            deadline = now + self._prompts_now().seconds_left(message.deadline)
-        self._batcher.add(
-            work,
-            block_hashes=prepared.block_hashes,
-            num_tokens=len(prepared.token_ids),
-            now=now,
-            priority=message.priority,
-            deadline=deadline,
-        )
+        self._window.wait(work, now, None if deadline is None else now + self._prompts_now().seconds_left(deadline))
 
     def _feed(self) -> None:
-        """Keeps two steps' worth of tokens waiting in the engine beyond what can run, and no more: order is late."""
-        if self._is_draining or self.outgoing.is_blocked or not len(self._batcher):
-            return
-        num_waiting = max(0, len(self._running) - self._max_running)
-        waiting_tokens = num_waiting * self._running_tokens / max(len(self._running), 1)
-        fresh = 1.0 - min(self.totals.hit_rate, MAX_HIT_RATE)
-        budget = int(STEPS_AHEAD * self._max_tokens_per_step / fresh - waiting_tokens)
-        if budget <= 0:
+        """Hands the engine what the window has for it, except what is not ours any more, or too late."""
+        if self._is_draining or self.outgoing.is_blocked:
             return
         now = self._clock()
-        requests = []
-        for work in self._batcher.next_batch(budget, now):
-            prepared = work.prepared
-            document = prepared.document
-            if not self._source.is_current(document.position):
-                self.totals.account.handed_back += 1
-                continue
-            if document.message.deadline is not None:
-                try:
-                    self._prompts_now().require_time(document)
-                except DocumentError as error:
-                    self._fail(document, error.failure)
-                    continue
-            work.submitted = now
-            request_id = self._next_request_id
-            self._next_request_id += 1
-            self._running[request_id] = work
-            self._running_tokens += len(prepared.token_ids)
-            requests.append(_request(request_id, work))
-        if requests:
-            self._engine.submit(requests)
+        ready = [work for work in self._window.next_batch(self.totals.hit_rate, now) if self._may_start(work)]
+        if ready:
+            self._engine.submit(self._window.start(ready, now))
+
+    def _may_start(self, work: Work) -> bool:
+        """False where the document has ended otherwise: handed back, or failed because its deadline has passed."""
+        document = work.prepared.document
+        if not self._source.is_current(document.position):
+            self.totals.account.handed_back += 1
+            return False
+        if document.message.deadline is not None:
+            try:
+                self._prompts_now().require_time(document)
+            except DocumentError as error:
+                self._fail(document, error.failure)
+                return False
+        return True
 
     def _poll_engine(self) -> list[InferenceOutput]:
-        if not self._running:
+        if not self._window.num_running:
             if not self._arrived and (self._is_draining or self.outgoing.is_blocked):
                 self.outgoing.wait(WAIT_SECONDS)  # nothing can be taken in or fed: the sink or the broker has the word
             return []
         if self._arrived:
             timeout = 0.0
-        elif len(self._running) < self._max_running and not self._is_draining:
+        elif self._window.is_hungry and not self._is_draining:
             timeout = HUNGRY_WAIT_SECONDS
         else:
             timeout = WAIT_SECONDS
@@ -293,10 +269,9 @@ class Flow:
         totals, parts = self.totals, self.totals.time
         answered_at = datetime.now(UTC)
         for output in outputs:
-            work = self._running.pop(output.request_id, None)
+            work = self._window.end(output.request_id)
             if work is None:
                 continue  # aborted, and accounted for then
-            self._running_tokens -= len(work.prepared.token_ids)
             work.tries += 1
             totals.prompt_tokens += output.num_prompt_tokens
             totals.cached_tokens += output.num_cached_tokens
@@ -342,11 +317,8 @@ class Flow:
         Raises EngineError where the engine turns out to be lost; the work is handed back all the same.
         """
         is_current = self._source.is_current
-        stale_ids = [i for i, w in self._running.items() if not is_current(w.prepared.document.position)]
-        for request_id in stale_ids:
-            self._running_tokens -= len(self._running.pop(request_id).prepared.token_ids)
-        num_waiting = self._batcher.remove_where(lambda work: not is_current(work.prepared.document.position))
-        num_dropped = len(stale_ids) + num_waiting + self.outgoing.drop_what_is_not_ours()
+        num_dropped, stale_ids = self._window.drop_where(lambda work: not is_current(work.prepared.document.position))
+        num_dropped += self.outgoing.drop_what_is_not_ours()
         if num_dropped:
             self.totals.account.handed_back += num_dropped
             logger.info("handed back the work of revoked partitions", documents=num_dropped)
@@ -357,20 +329,14 @@ class Flow:
         """What the engine has not begun costs nothing to hand back; what it has is ended and stored."""
         self._is_draining = True
         self._source.drain()
-        self.totals.account.handed_back += len(self._arrived) + self._batcher.clear()
+        self.totals.account.handed_back += len(self._arrived) + self._window.drop_waiting()
         self._arrived.clear()
         logger.info("draining", **self.held())
-
-    def _hand_back_running(self) -> None:
-        self.totals.account.handed_back += len(self._running)
-        self._running.clear()
-        self._running_tokens = 0
 
     def _give_up(self) -> None:
         """The grace is over. What the sink has stays with it: closing it says what became of that."""
         logger.warning("the grace period ended before the work did", **self.held())
-        self._hand_back_running()
-        self.totals.account.handed_back += self.outgoing.give_up()
+        self.totals.account.handed_back += self._window.drop_running() + self.outgoing.give_up()
 
     def hand_back_storing(self) -> None:
         """Once the sink is closed: rows that it could not store, which come again to their next owner."""
@@ -382,11 +348,11 @@ class Flow:
             info = self._engine.reopen(cause, give_up=lambda: self.is_asked_to_drain)
             self.totals.engine_restarts = self._engine.num_restarts
             if info is None:
-                self._hand_back_running()
+                self.totals.account.handed_back += self._window.drop_running()
                 return
             self._use(info)
             try:
-                self._engine.submit([_request(request_id, work) for request_id, work in self._running.items()])
+                self._engine.submit(self._window.requests())
                 return
             except EngineError as error:
                 cause = error
@@ -394,17 +360,3 @@ class Flow:
     def _prompts_now(self) -> PromptBuilder:
         assert self._prompts is not None, "open_engine comes first"
         return self._prompts
-
-
-def _request(request_id: int, work: Work) -> InferenceRequest:
-    prepared = work.prepared
-    return InferenceRequest(
-        request_id,
-        prepared.token_ids,
-        prepared.sampling,
-        prepared.seed,
-        prepared.task.task.kind,
-        prepared.block_hashes,
-        prepared.task.label_token_ids,
-        prepared.document.message.priority,
-    )

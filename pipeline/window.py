@@ -1,0 +1,124 @@
+"""The documents that the engine is fed from: those that wait, in prefix order, and those that it has. Decides what goes
+next and keeps the books; who submits, and what becomes of an output, is the flow's.
+
+    wait ──> batcher ──> next_batch ──> start ──> running ──> end
+"""
+
+from collections.abc import Callable, Sequence
+
+from pipeline.batcher import PrefixBatcher
+from pipeline.rows import Work
+from schemas.inference import InferenceRequest
+
+FIRST_REQUEST_ID = 1  # 0 is the worker's own, of the inference that proves a started engine
+STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what can run
+MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
+
+
+class EngineWindow:
+    """Owned by the pipeline's thread; what only reads is anybody's. Times are monotonic seconds."""
+
+    def __init__(self, *, max_running: int, max_tokens_per_step: int, urgent_after_seconds: float) -> None:
+        self._max_running = max_running
+        self._max_tokens_per_step = max_tokens_per_step
+        self._batcher: PrefixBatcher[Work] = PrefixBatcher(urgent_after_seconds)
+        self._running: dict[int, Work] = {}  # request id -> its work
+        self._running_tokens = 0
+        self._next_request_id = FIRST_REQUEST_ID
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._batcher)
+
+    @property
+    def num_running(self) -> int:
+        """What the engine has, begun or not."""
+        return len(self._running)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of what waits: the backlog that is known, in the unit that the engine works in."""
+        return self._batcher.num_tokens
+
+    @property
+    def is_hungry(self) -> bool:
+        """Whether the engine could run more than it has."""
+        return len(self._running) < self._max_running
+
+    def wait(self, work: Work, now: float, deadline: float | None = None) -> None:
+        """Puts work where it waits for its turn; `deadline` is when it must have started."""
+        prepared = work.prepared
+        self._batcher.add(
+            work,
+            block_hashes=prepared.block_hashes,
+            num_tokens=len(prepared.token_ids),
+            now=now,
+            priority=prepared.document.message.priority,
+            deadline=deadline,
+        )
+
+    def next_batch(self, hit_rate: float, now: float) -> list[Work]:
+        """Takes out what the engine should have now: two steps' worth of tokens beyond what can run, and no more, for
+        order is late."""
+        if not len(self._batcher):
+            return []
+        num_queued = max(0, len(self._running) - self._max_running)
+        queued_tokens = num_queued * self._running_tokens / max(len(self._running), 1)
+        fresh = 1.0 - min(hit_rate, MAX_HIT_RATE)
+        budget = int(STEPS_AHEAD * self._max_tokens_per_step / fresh - queued_tokens)
+        return self._batcher.next_batch(budget, now) if budget > 0 else []
+
+    def start(self, works: Sequence[Work], now: float) -> list[InferenceRequest]:
+        """These are the engine's from now on; the requests to submit."""
+        requests = []
+        for work in works:
+            work.submitted = now
+            request_id = self._next_request_id
+            self._next_request_id += 1
+            self._running[request_id] = work
+            self._running_tokens += len(work.prepared.token_ids)
+            requests.append(_request(request_id, work))
+        return requests
+
+    def requests(self) -> list[InferenceRequest]:
+        """Of all that runs, for another engine in a lost one's place."""
+        return [_request(request_id, work) for request_id, work in self._running.items()]
+
+    def end(self, request_id: int) -> Work | None:
+        """The work of an output, which runs no longer; None where it was dropped before."""
+        work = self._running.pop(request_id, None)
+        if work is not None:
+            self._running_tokens -= len(work.prepared.token_ids)
+        return work
+
+    def drop_where(self, is_unwanted: Callable[[Work], bool]) -> tuple[int, list[int]]:
+        """Drops work wherever it is: how many documents, and the ids of the requests that the engine should abort."""
+        stale_ids = [request_id for request_id, work in self._running.items() if is_unwanted(work)]
+        for request_id in stale_ids:
+            self.end(request_id)
+        return self._batcher.remove_where(is_unwanted) + len(stale_ids), stale_ids
+
+    def drop_waiting(self) -> int:
+        """Drops all that waits; how many documents that was."""
+        return self._batcher.clear()
+
+    def drop_running(self) -> int:
+        """Drops all that the engine has; how many documents that was."""
+        num_dropped = len(self._running)
+        self._running.clear()
+        self._running_tokens = 0
+        return num_dropped
+
+
+def _request(request_id: int, work: Work) -> InferenceRequest:
+    prepared = work.prepared
+    return InferenceRequest(
+        request_id,
+        prepared.token_ids,
+        prepared.sampling,
+        prepared.seed,
+        prepared.task.task.kind,
+        prepared.block_hashes,
+        prepared.task.label_token_ids,
+        prepared.document.message.priority,
+    )
