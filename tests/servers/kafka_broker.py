@@ -19,14 +19,18 @@ class KafkaBroker(Server):
     """`KafkaBroker.start(directory)` -> a broker that answers at `bootstrap_servers`.
 
     `sasl_users` adds a second listener at `sasl_bootstrap_servers`, where those users (name -> password)
-    authenticate with SASL PLAIN. Data stay in `directory` over `stop`, `kill` and `restart`.
+    authenticate with SASL PLAIN. `proxy_port` adds one at `proxied_port` that tells its clients to come to that port
+    of loopback, where a proxy passes them on. Data stay in `directory` over `stop`, `kill` and `restart`.
     """
 
-    def __init__(self, directory: Path, properties: Mapping[str, str], sasl_users: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, properties: Mapping[str, str], sasl_users: Mapping[str, str], proxy_port: int | None
+    ) -> None:
         self.directory = directory
+        self._proxy_port = proxy_port
         self._properties = dict(properties)
         self._sasl_users = dict(sasl_users)
-        self._port, self._controller_port, self._sasl_port = free_ports(3)
+        self._port, self._controller_port, self._sasl_port, self.proxied_port = free_ports(4)
         java_home, target = find_jdk(), build_server("kafka")
         self._java = [str(java_home / "bin" / "java") if java_home else "java", "-XX:TieredStopAtLevel=1"]
         self._class_path = str(target / "lib" / "*")
@@ -36,11 +40,19 @@ class KafkaBroker(Server):
         super().__init__(ServerProcess(command, directory / "kafka.log"))
 
     @classmethod
-    def start(cls, directory: Path, sasl_users: Mapping[str, str] | None = None, /, **properties: str) -> Self:
+    def start(
+        cls,
+        directory: Path,
+        sasl_users: Mapping[str, str] | None = None,
+        proxy_port: int | None = None,
+        /,
+        **properties: str,
+    ) -> Self:
         """Formats `directory` and starts the broker there; `properties` go over the defaults of server.properties."""
         directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(_NUM_START_ATTEMPTS):
-            broker = cls(directory / f"attempt-{attempt}" if attempt else directory, properties, sasl_users or {})
+            home = directory / f"attempt-{attempt}" if attempt else directory
+            broker = cls(home, properties, sasl_users or {}, proxy_port)
             try:
                 broker._format()
                 broker._start()
@@ -75,6 +87,11 @@ class KafkaBroker(Server):
         listeners = {"PLAINTEXT": f"PLAINTEXT://{self.bootstrap_servers}"}
         protocols = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT"}
         sasl: dict[str, str] = {}
+        advertised: dict[str, str] = {}
+        if self._proxy_port is not None:
+            listeners["PROXIED"] = f"PROXIED://127.0.0.1:{self.proxied_port}"
+            advertised["PROXIED"] = f"PROXIED://127.0.0.1:{self._proxy_port}"
+            protocols["PROXIED"] = "PLAINTEXT"
         if self._sasl_users:
             listeners["SASL"] = f"SASL://{self.sasl_bootstrap_servers}"
             protocols["SASL"] = "SASL_PLAINTEXT"
@@ -89,7 +106,7 @@ class KafkaBroker(Server):
             "node.id": "1",
             "controller.quorum.voters": f"1@127.0.0.1:{self._controller_port}",
             "listeners": ",".join([*listeners.values(), f"CONTROLLER://127.0.0.1:{self._controller_port}"]),
-            "advertised.listeners": ",".join(listeners.values()),
+            "advertised.listeners": ",".join({**listeners, **advertised}.values()),
             "listener.security.protocol.map": ",".join(f"{name}:{kind}" for name, kind in protocols.items()),
             "controller.listener.names": "CONTROLLER",
             "inter.broker.listener.name": "PLAINTEXT",

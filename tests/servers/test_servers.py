@@ -7,6 +7,7 @@ import pytest
 from elasticsearch import Elasticsearch
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 
+from tests.chaos.proxy import FaultProxy
 from tests.servers import jdk
 from tests.servers.elasticsearch_node import ElasticsearchNode
 from tests.servers.kafka_broker import KafkaBroker
@@ -77,3 +78,20 @@ def test_fresh_topics_have_their_partitions_and_never_the_same_name(
     assert consumer.partitions_for_topic(one) == {0}
     assert three != one
     consumer.close()
+
+
+@pytest.mark.real_servers
+def test_clients_of_the_proxied_listener_stay_behind_the_proxy(tmp_path: Path) -> None:
+    with FaultProxy() as proxy:
+        broker = KafkaBroker.start(tmp_path / "kafka", None, proxy.port, **{"auto.create.topics.enable": "true"})
+        proxy.server_port = broker.proxied_port
+        try:
+            producer = KafkaProducer(bootstrap_servers=proxy.address, acks="all", retry_backoff_ms=10)
+            producer.send("proxied", b"one").get(timeout=30)
+            num_before = proxy.num_connections
+            proxy.cut()
+            producer.send("proxied", b"two").get(timeout=30)
+            assert proxy.num_connections > num_before
+            producer.close()
+        finally:
+            broker.stop()
