@@ -13,7 +13,18 @@ import orjson
 from elastic_transport import TransportError
 from elasticsearch import ApiError, Elasticsearch
 
-from pipeline.retry import Judgement, TemporaryRefusal, Verdict, judge_call, judge_row, refusal
+from pipeline.retry import (
+    Judgement,
+    NodeUnavailable,
+    TemporaryRefusal,
+    Verdict,
+    judge_call,
+    judge_row,
+    refusal,
+    shortened,
+    why_stop,
+)
+from pipeline.stored_rows import look_up
 from schemas.document import DocumentResult, SourcePosition
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 
@@ -85,7 +96,7 @@ class BulkOutcome:
     superseded: list[OutboundRow] = field(default_factory=list)
     rejected: list[tuple[OutboundRow, Failure]] = field(default_factory=list)
     refused: list[OutboundRow] = field(default_factory=list)  # for now: to be sent again
-    cause: Judgement | None = None  # of the first refusal
+    cause: TemporaryRefusal | None = None  # the first refusal
     num_calls: int = 0
     num_bytes: int = 0
 
@@ -96,9 +107,10 @@ class BulkOutcome:
     def refusal(self) -> TemporaryRefusal:
         """Why rows were refused, as the exception that is waited out."""
         assert self.cause is not None, "nothing was refused"
-        return refusal(self.cause, progressed=self.num_settled > 0)
+        self.cause.progressed = self.num_settled > 0
+        return self.cause
 
-    def refuse(self, rows: Sequence[OutboundRow], cause: Judgement) -> None:
+    def refuse(self, rows: Sequence[OutboundRow], cause: TemporaryRefusal) -> None:
         self.refused.extend(rows)
         self.cause = self.cause or cause
 
@@ -190,9 +202,9 @@ class BulkWriter:
         conflicts: list[OutboundRow],
     ) -> None:
         if judgement.verdict is Verdict.STOP:
-            raise SinkError(_why_stop(judgement, rows[0].index))
+            raise SinkError(why_stop(judgement, rows[0].index))
         if judgement.verdict is Verdict.RETRY:
-            outcome.refuse(rows, judgement)
+            outcome.refuse(rows, refusal(judgement))
             return
         assert judgement.verdict is Verdict.SPLIT, f"a call has no verdict {judgement.verdict}"
         if judgement.status == 413:
@@ -212,7 +224,7 @@ class BulkWriter:
     ) -> None:
         entries = reply.get("items", [])
         if len(entries) != len(rows):
-            outcome.refuse(rows, Judgement(Verdict.RETRY, 0, "", f"a reply about {len(entries)} of {len(rows)} rows"))
+            outcome.refuse(rows, NodeUnavailable(f"a reply about {len(entries)} of {len(rows)} rows"))
             return
         if not reply.get("errors"):
             outcome.stored.extend(rows)
@@ -227,65 +239,29 @@ class BulkWriter:
                 case Verdict.CONFLICT:
                     conflicts.append(row)
                 case Verdict.RETRY:
-                    outcome.refuse([row], judgement)
+                    outcome.refuse([row], refusal(judgement))
                 case Verdict.STOP:
-                    raise SinkError(_why_stop(judgement, row.index))
+                    raise SinkError(why_stop(judgement, row.index))
                 case _:
                     outcome.reject(row, _why_rejected(judgement, row))
 
     def _tell_conflicts_apart(self, rows: list[OutboundRow], outcome: BulkOutcome) -> None:
         """A 409 says that an equal or higher version is there. From our own record: done; from another: superseded."""
         try:
-            found = self._client.mget(
-                docs=[{"_index": row.index, "_id": row.row_id} for row in rows],
-                realtime=True,
-                source_includes=["source.topic", "source.partition", "source.offset"],
-            ).body["docs"]
-        except (ApiError, TransportError) as error:
-            judgement = judge_call(error)
-            if judgement.verdict is Verdict.RETRY:
-                outcome.refuse(rows, judgement)
-                return
-            raise SinkError(_why_stop(judgement, rows[0].index)) from None
+            found = look_up(self._client, [(row.index, row.row_id) for row in rows])
+        except TemporaryRefusal as error:
+            outcome.refuse(rows, error)
+            return
         for row, stored in zip(rows, found, strict=True):
-            if not stored.get("found") or stored["_version"] < row.version:  # deleted since, or not to be had now
-                outcome.refuse([row], Judgement(Verdict.RETRY, 409, "", "a conflicting version that is not there"))
-            elif _comes_from(stored.get("_source") or {}, row.position):
+            if stored is None or stored.version < row.version:  # deleted since, or not to be had now
+                outcome.refuse([row], NodeUnavailable("409: a conflicting version that is not there"))
+            elif stored.comes_from(row.position):
                 outcome.already_done.append(row)
             else:
                 outcome.superseded.append(row)
 
 
-def _comes_from(stored: dict[str, Any], position: SourcePosition) -> bool:
-    source = stored.get("source") or {}
-    found = (source.get("topic"), source.get("partition"), source.get("offset"))
-    return found == (position.topic, position.partition, position.offset)
-
-
 def _why_rejected(judgement: Judgement, row: OutboundRow) -> str:
     if judgement.status == 413:
         return f"the row of {len(row.body)} bytes is larger than Elasticsearch accepts (its http.max_content_length)"
-    return f"Elasticsearch rejects the row: {_shortened(str(judgement))}"
-
-
-def _shortened(text: str) -> str:
-    """Its two ends: a reason quotes values of any length, and says what is wrong with them before or after."""
-    return text if len(text) <= 500 else f"{text[:300]} … {text[-200:]}"
-
-
-def _why_stop(judgement: Judgement, index: str) -> str:
-    said = _shortened(str(judgement))
-    match judgement.error_type:
-        case "strict_dynamic_mapping_exception":
-            return f"the index behind {index!r} lacks a field of our rows ({said}): it was made for another version"
-        case "index_not_found_exception":
-            return f"the alias {index!r} is gone ({said}): somebody deleted it or its index; restart to make it again"
-        case "index_closed_exception":
-            return f"the index behind {index!r} is closed ({said}): open it and start again"
-        case "TLS":
-            return f"the TLS connection to Elasticsearch failed ({said}): check elasticsearch.ca_file"
-    if judgement.status in (401, 403) or judgement.error_type == "security_exception":
-        return (
-            f"Elasticsearch no longer lets us write to {index!r} ({said}): check the credentials and their privileges"
-        )
-    return f"Elasticsearch refuses to write to {index!r} ({said})"
+    return f"Elasticsearch rejects the row: {shortened(str(judgement))}"

@@ -1,4 +1,4 @@
-"""When to try again: the verdict on each reply of Elasticsearch, the waiting between attempts, the circuit breaker.
+"""When to try again: the verdict on each reply of Elasticsearch, and the waiting between attempts.
 
 The one place that retries (tenacity) and the one table of what a status means. It sends nothing itself.
 """
@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 BASE_BACKOFF_SECONDS = 0.1
 MAX_RETRY_AFTER_SECONDS = 300.0  # a longer wish of the server is asked again then
-BREAKER_OPEN_SECONDS = 1.0
 
 
 class Verdict(Enum):
@@ -161,7 +160,7 @@ class BreakerOpen(TemporaryRefusal):
     """Nothing was sent: the breaker is open for `retry_after_seconds` more."""
 
 
-def refusal(judgement: Judgement, progressed: bool = False) -> TemporaryRefusal:
+def refusal(judgement: Judgement) -> TemporaryRefusal:
     """The named exception of a RETRY."""
     assert judgement.verdict is Verdict.RETRY, f"{judgement} is no reason to try again"
     kind: type[TemporaryRefusal]
@@ -173,7 +172,31 @@ def refusal(judgement: Judgement, progressed: bool = False) -> TemporaryRefusal:
         kind = NodeUnreachable
     else:
         kind = NodeUnavailable
-    return kind(str(judgement), judgement.retry_after_seconds, progressed)
+    return kind(str(judgement), judgement.retry_after_seconds)
+
+
+def why_stop(judgement: Judgement, index: str) -> str:
+    """The sentence of a STOP: what is wrong with the deployment, and what to do."""
+    said = shortened(str(judgement))
+    match judgement.error_type:
+        case "strict_dynamic_mapping_exception":
+            return f"the index behind {index!r} lacks a field of our rows ({said}): it was made for another version"
+        case "index_not_found_exception":
+            return f"the alias {index!r} is gone ({said}): somebody deleted it or its index; restart to make it again"
+        case "index_closed_exception":
+            return f"the index behind {index!r} is closed ({said}): open it and start again"
+        case "TLS":
+            return f"the TLS connection to Elasticsearch failed ({said}): check elasticsearch.ca_file"
+    if judgement.status in (401, 403) or judgement.error_type == "security_exception":
+        return (
+            f"Elasticsearch no longer lets us write to {index!r} ({said}): check the credentials and their privileges"
+        )
+    return f"Elasticsearch refuses to write to {index!r} ({said})"
+
+
+def shortened(text: str) -> str:
+    """Its two ends: a reason quotes values of any length, and says what is wrong with them before or after."""
+    return text if len(text) <= 500 else f"{text[:300]} … {text[-200:]}"
 
 
 class Backoff(wait_base):
@@ -255,66 +278,3 @@ def call_until_taken(
         reraise=True,
     )
     return retrying(attempt_unless_stopped)
-
-
-class BreakerState(Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
-
-
-class CircuitBreaker:
-    """Opens after so many failed calls in a row; after a while lets one call through, and closes if that succeeds.
-
-    Each failed probe doubles the while, up to the maximum. Any thread may use it.
-    """
-
-    def __init__(self, num_failures: int, max_open_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_failures = num_failures
-        self._max_open_seconds = max_open_seconds
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._failures_in_a_row = 0
-        self._open_seconds = min(BREAKER_OPEN_SECONDS, max_open_seconds)
-        self._open_until: float | None = None
-        self._probing = False
-        self.num_openings = 0
-
-    @property
-    def state(self) -> BreakerState:
-        with self._lock:
-            if self._open_until is None:
-                return BreakerState.CLOSED
-            return BreakerState.OPEN if self._clock() < self._open_until else BreakerState.HALF_OPEN
-
-    def permit(self) -> None:
-        """Returns where a call may be made, and then wants to hear how it went; raises BreakerOpen where not."""
-        with self._lock:
-            if self._open_until is None:
-                return
-            remaining = self._open_until - self._clock()
-            if remaining > 0:
-                raise BreakerOpen("the breaker is open", remaining)
-            if self._probing:
-                raise BreakerOpen("another call is finding out whether Elasticsearch is back", BASE_BACKOFF_SECONDS)
-            self._probing = True
-
-    def succeeded(self) -> None:
-        with self._lock:
-            self._failures_in_a_row = 0
-            self._open_seconds = min(BREAKER_OPEN_SECONDS, self._max_open_seconds)
-            self._open_until = None
-            self._probing = False
-
-    def failed(self) -> None:
-        with self._lock:
-            self._failures_in_a_row += 1
-            if self._open_until is not None and not self._probing:
-                return  # a call from before the breaker opened: nothing new
-            if self._probing:
-                self._open_seconds = min(self._open_seconds * 2, self._max_open_seconds)
-            elif self._failures_in_a_row < self._num_failures:
-                return
-            self._probing = False
-            self._open_until = self._clock() + self._open_seconds
-            self.num_openings += 1

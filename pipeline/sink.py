@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 import structlog
 from elasticsearch import Elasticsearch
 
+from pipeline.breaker import BreakerState, CircuitBreaker
 from pipeline.bulk import BulkOutcome, BulkSize, BulkWriter, OutboundRow, RowUnencodable, encode_row
 from pipeline.connection import check_reachable, connect
 from pipeline.index import ensure_index
 from pipeline.results import row_id
-from pipeline.retry import BreakerOpen, BreakerState, CircuitBreaker, TemporaryRefusal, Verdict, call_until_taken
+from pipeline.retry import BreakerOpen, TemporaryRefusal, Verdict, call_until_taken
 from schemas.document import DocumentResult, Identity, SourcePosition
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.settings import ElasticsearchSettings

@@ -25,6 +25,7 @@ class FakeElasticsearch:
         self.on_bulk: deque[Cue] = deque()
         self.on_mget: deque[Exception] = deque()
         self.bulk_sizes: list[int] = []
+        self.mget_sizes: list[int] = []
         self.max_body_bytes: int | None = None
         self.poison_ids: set[str] = set()  # the whole call gets 400 where one of its rows has such an _id
         self.stored: dict[str, tuple[int, dict[str, Any]]] = {}  # _id -> version, source
@@ -62,6 +63,7 @@ class FakeElasticsearch:
         return {"status": 201}
 
     def mget(self, *, docs: Sequence[dict[str, str]], **_: Any) -> ObjectApiResponse[Any]:
+        self.mget_sizes.append(len(docs))
         if self.on_mget:
             raise self.on_mget.popleft()
         found = []

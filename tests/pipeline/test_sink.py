@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.breaker import BreakerState
 from pipeline.results import build_rejection_row
-from pipeline.retry import BreakerState, Verdict
+from pipeline.retry import Verdict
 from pipeline.sink import ElasticsearchSink
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.settings import ElasticsearchSettings

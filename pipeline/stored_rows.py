@@ -1,0 +1,68 @@
+"""What Elasticsearch holds of given rows: version and origin, by (index, _id). Reads only, and waits for nothing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic_transport import TransportError
+from elasticsearch import ApiError, Elasticsearch
+
+from pipeline.retry import Judgement, Verdict, judge_call, judge_row, refusal, why_stop
+from schemas.document import SourcePosition
+from schemas.errors import SinkError
+
+LOOK_UP_ROWS = 1000  # in one call: 77 ms on a real node
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A row that is there: its external version, and the record that it answers."""
+
+    version: int
+    topic: str
+    partition: int
+    offset: int
+
+    def comes_from(self, position: SourcePosition) -> bool:
+        """Whether it answers that record, whatever the assignment it was read under."""
+        return (self.topic, self.partition, self.offset) == (position.topic, position.partition, position.offset)
+
+
+def look_up(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> list[StoredRow | None]:
+    """For each (index or alias, _id) the row there, as of now and not as of the last refresh; None where there is none.
+
+    Raises TemporaryRefusal where asking again may help, SinkError where it will not.
+    """
+    found: list[StoredRow | None] = []
+    for start in range(0, len(wanted), LOOK_UP_ROWS):
+        found += _look_up_some(client, wanted[start : start + LOOK_UP_ROWS])
+    return found
+
+
+def _look_up_some(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> Iterator[StoredRow | None]:
+    try:
+        entries = client.mget(
+            docs=[{"_index": index, "_id": row_id} for index, row_id in wanted],
+            realtime=True,
+            source_includes=["source.topic", "source.partition", "source.offset"],
+        ).body["docs"]
+    except (ApiError, TransportError) as error:
+        raise _as_exception(judge_call(error), wanted[0][0]) from None
+    for (index, _), entry in zip(wanted, entries, strict=True):
+        if (refused := entry.get("error")) is not None:
+            raise _as_exception(judge_row(500, refused.get("type", ""), refused.get("reason", "")), index)
+        yield _stored_row(entry)
+
+
+def _stored_row(entry: dict[str, object]) -> StoredRow | None:
+    if not entry.get("found"):
+        return None
+    match entry:
+        case {"_version": int(version), "_source": {"source": {"topic": topic, "partition": partition, "offset": at}}}:
+            return StoredRow(version, str(topic), int(partition), int(at))
+        case {"_version": int(version)}:  # somebody else's row in our place: it answers no record of ours
+            return StoredRow(version, "", -1, -1)
+    raise AssertionError(f"found, and without a version: {entry}")
+
+
+def _as_exception(judgement: Judgement, index: str) -> Exception:
+    return refusal(judgement) if judgement.verdict is Verdict.RETRY else SinkError(why_stop(judgement, index))
