@@ -4,19 +4,23 @@ A step reads all weights however few rows it has. Where all prompts are computed
 mixed lengths ends in many steps of few rows; so once the longest outputs are under way, the other prompts are spread
 over the steps that these take anyway. A prompt whose output takes o steps may start T - o steps from now, T being the
 steps that the longest needs; the pace is the least that keeps every such appointment.
+
+Prompts come in chunks, with steps of decode rows alone between them: a product over some hundred rows is the least
+efficient there is (600 rows cost 9% more a row than 2,048 in bf16 on an H200, 40% in FP8), while one over fewer is
+bound by the weights that it reads anyway.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 
-MIN_ROWS = 256  # a step of fewer costs as much, for it reads the weights
+CHUNK_TOKENS = 2048  # of a step that takes prompts in, its decode rows included; CUDA graphs go so far
 
 
-def prefill_tokens_per_step(tokens_by_output: Mapping[int, int], num_steps: int, num_decodes: int) -> int | None:
-    """Prompt tokens to take in with this step; None: as many as there is room for.
+def prefill_tokens_per_step(tokens_by_output: Mapping[int, int], num_steps: int) -> int | None:
+    """Prompt tokens to take in with each step, on average; None: as many as there is room for.
 
     tokens_by_output: output length -> prompt tokens not computed yet of the requests with that length.
-    num_steps: that the longest running output still takes. num_decodes: the step's rows of running requests.
+    num_steps: that the longest running output still takes.
     """
     pace, tokens = 0, 0
     for output in sorted(tokens_by_output, reverse=True):
@@ -25,14 +29,15 @@ def prefill_tokens_per_step(tokens_by_output: Mapping[int, int], num_steps: int,
         if tokens and slack <= 0:
             return None
         pace = max(pace, -(-tokens // slack) if tokens else 0)
-    return max(pace, MIN_ROWS - num_decodes)
+    return pace
 
 
 class BacklogPace:
-    """The prompt tokens of one scheduler's waiting requests, by output length."""
+    """The prompt tokens of one scheduler's waiting requests, by output length, and how far they are behind the pace."""
 
     def __init__(self) -> None:
         self._tokens: Counter[int] = Counter()
+        self._due = 0  # tokens; below 0: the last chunk was that much ahead
 
     def waits(self, num_tokens: int, output: int) -> None:
         self._tokens[output] += num_tokens
@@ -42,6 +47,18 @@ class BacklogPace:
         if not self._tokens[output]:
             del self._tokens[output]
 
-    def tokens_per_step(self, prefilling: Mapping[int, int], num_steps: int, num_decodes: int) -> int | None:
-        """`prefilling`: the same of running requests whose prompts are not computed yet."""
-        return prefill_tokens_per_step(self._tokens + Counter(prefilling), num_steps, num_decodes)
+    def next_chunk(self, prefilling: Mapping[int, int], num_steps: int, num_decodes: int) -> int | None:
+        """Prompt tokens for the step being planned; None: as many as there is room for.
+
+        `prefilling`: tokens not computed yet of running requests, by output; num_decodes: the step's decode rows.
+        """
+        pace = prefill_tokens_per_step(self._tokens + Counter(prefilling), num_steps)
+        if pace is None:
+            self._due = 0
+            return None
+        self._due += pace
+        if self._due <= 0:
+            return 0
+        chunk = max(CHUNK_TOKENS - num_decodes, pace)
+        self._due -= chunk
+        return chunk

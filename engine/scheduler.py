@@ -232,7 +232,7 @@ class Scheduler:
                 tokens[output] = tokens.get(output, 0) + num_left
             else:
                 num_steps = max(num_steps, output)
-        paced = pace.tokens_per_step(tokens, num_steps, num_decodes)
+        paced = pace.next_chunk(tokens, num_steps, num_decodes)
         return self._max_tokens_per_step if paced is None else paced
 
     def _admit_waiting(self, plan: StepPlan, budget: int, not_yet: set[int]) -> None:

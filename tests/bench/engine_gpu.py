@@ -33,6 +33,7 @@ from engine.models.precision import Fp8Precision, PlainPrecision
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.step_arrays import MIN_TOKENS_SAVED
+from engine.step_plan import StepPlan
 from engine.weights.names import expected_parameters
 from pipeline.backlog import order_backlog
 from schemas.inference import InferenceOutput, InferenceRequest, SamplingParams
@@ -323,7 +324,59 @@ MUTATIONS: dict[str, Callable[[ForwardBatch], ForwardBatch]] = {
 # ---- time
 
 
-def time_workloads(names: Sequence[str], build: Build, runs: int) -> None:
+class StepLog:
+    """What each launched step was, and the device's time from the end of the step before it to its own end."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self._runner = runner
+        self._launch = runner.launch
+        self._steps: list[tuple[str, int, int, int]] = []  # kind, decode rows, prompt tokens, keys of decode rows
+        self._ends = [torch.cuda.Event(enable_timing=True)]
+        self._ends[0].record()
+        runner.launch = self._logged  # type: ignore[method-assign]
+
+    def _logged(self, plan: StepPlan) -> Any:
+        runner = self._runner
+        before = runner.num_replays, runner.num_mixed_replays, runner.num_shared_steps
+        launched = self._launch(plan)
+        if plan.scheduled:
+            decode, mixed, shared = (
+                after - count
+                for after, count in zip(
+                    (runner.num_replays, runner.num_mixed_replays, runner.num_shared_steps), before, strict=True
+                )
+            )
+            kind = ("decode graph" if decode else "mixed graph" if mixed else "eager") + (", shared" if shared else "")
+            decodes = [run for run in plan.scheduled if run.count == 1]
+            num_prompt = sum(run.count for run in plan.scheduled) - len(decodes)
+            self._steps.append((kind, len(decodes), num_prompt, sum(run.start + 1 for run in decodes)))
+            self._ends.append(torch.cuda.Event(enable_timing=True))
+            self._ends[-1].record()
+        return launched
+
+    def report(self) -> None:
+        """By kind and size: steps, their seconds, and what their products alone take at 668 TFLOP/s."""
+        torch.cuda.synchronize()
+        rows: dict[tuple[str, int], list[float]] = {}
+        for (kind, decodes, prompts, keys), start, end in zip(
+            self._steps, self._ends[:-1], self._ends[1:], strict=True
+        ):
+            size = 1 << (decodes + prompts - 1).bit_length()
+            row = rows.setdefault((kind, size), [0.0] * 5)
+            values = (1, decodes, prompts, keys * floor.KV_BYTES / floor.COPY, start.elapsed_time(end) / 1e3)
+            for i, value in enumerate(values):
+                row[i] += value
+        for (kind, size), (count, decodes, prompts, reading, seconds) in sorted(rows.items(), key=lambda e: -e[1][-1]):
+            print(
+                f"  {kind:21s} to {size:5d} tokens: {count:5.0f} steps, {decodes / count:6.1f} decode rows,"
+                f" {prompts / count:7.1f} prompt tokens, {seconds:6.2f} s, {1e3 * seconds / count:7.2f} ms a step"
+                f" (products {1e3 * floor.LAYER_FLOP * (decodes + prompts) / count / floor.GEMM['bf16']:7.2f},"
+                f" keys read {1e3 * reading / count:6.2f})",
+                flush=True,
+            )
+
+
+def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: bool) -> None:
     began = time.perf_counter()
     decoder = build_decoder(QWEN2_7B, torch.bfloat16, build.precision, build.max_model_len, 0, False)
     torch.cuda.synchronize()
@@ -351,9 +404,12 @@ def time_workloads(names: Sequence[str], build: Build, runs: int) -> None:
             run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
             before = engine.stats()
             torch.cuda.synchronize()
+            log = StepLog(runner) if log_steps else None
             began = time.perf_counter()
             done = run(engine, requests, build.block_size)
             seconds.append(time.perf_counter() - began)
+            if log is not None:
+                log.report()
             assert all(len(done[i].token_ids) == n for i, (_, n) in enumerate(requests)), "an output is too short"
             stats = engine.stats()
             parts = ", ".join(
@@ -433,6 +489,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--step", type=int, default=8192, help="max_tokens_per_step")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--log-steps", action="store_true", help="the device's time by kind and size of step")
     parser.add_argument("--no-check", action="store_true", help="time alone, where a check has just passed")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
@@ -441,7 +498,7 @@ def main() -> None:
     if arguments.what == "check" or (arguments.what == "time" and not arguments.no_check):
         check()
     if arguments.what == "time":
-        time_workloads(names, build, arguments.runs)
+        time_workloads(names, build, arguments.runs, arguments.log_steps)
     if arguments.what == "profile":
         profile(names, build)
 
