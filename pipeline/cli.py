@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,6 +120,37 @@ def results(
             print_table(settings, job, task, status, limit)
 
 
+@app.command()
+def audit(
+    until: Annotated[
+        Literal["committed", "end"],
+        typer.Option("--until", help="Up to what the group has committed, or to the topic's end as it is now."),
+    ] = "committed",
+    topic: Annotated[list[str] | None, typer.Option("--topic", help="Of kafka.topics where absent.")] = None,
+    job: Annotated[str | None, typer.Option("--job", help="Documents of this job only.")] = None,
+    show: Annotated[int, typer.Option("--show", min=0, help="How many of what is not there to name.")] = 20,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    kafka: KafkaOption = None,
+    elasticsearch: ElasticsearchOption = None,
+) -> None:
+    """Prove from topic and index alone that every document has its row; exit code 0 only then."""
+    from pipeline.audit import audit as compare_topic_with_index
+    from pipeline.logs import silence_logs
+
+    silence_logs()
+    with _told():
+        settings = _load(config, set_, kafka, elasticsearch)
+        with _counter("Reading again") as on_progress:
+            report = compare_topic_with_index(
+                settings, topics=topic, until=until, job=job, num_named=show, on_progress=on_progress
+            )
+    for line in report.lines():
+        typer.echo(line)
+    if not report.is_complete:
+        raise typer.Exit(EXIT_FAILED)
+
+
 @app.command("check-config")
 def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Print the effective settings, secrets masked, or what is wrong with them."""
@@ -173,6 +204,19 @@ def _load(config: Path | None, set_: list[str] | None, kafka: str | None, elasti
     if elasticsearch is not None:
         overrides["elasticsearch.urls"] = elasticsearch
     return load_settings(config, overrides)
+
+
+@contextmanager
+def _counter(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A line on a terminal's standard error that counts (done, of how many); nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 @contextmanager

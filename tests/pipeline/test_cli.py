@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import structlog
+from elasticsearch import Elasticsearch
 from typer.testing import CliRunner
 
 from pipeline.cli import app
@@ -220,6 +221,18 @@ def test_submitted_lines_come_out_of_results() -> None:
     assert "UNKNOWN_TASK" in out
     assert "4 of 4 rows shown; 3 answered, 1 failed" in out
     assert ends("results", "--job", "other")[1].splitlines()[-1].startswith("0 of 0 rows shown")
+
+    code, out, err = ends("audit")
+    assert (code, err) == (0, "")
+    assert "messages 4 = stored 4 + superseded 0 + missing 0 + older 0" in out
+    settings = load_settings(None, {}, {})
+    with Elasticsearch(list(settings.elasticsearch.urls)) as client:
+        client.delete(index=settings.elasticsearch.index, id="mine:echo:lines-2")
+    code, out, err = ends("audit", "--until", "end", "--job", "mine")
+    assert (code, err) == (1, "")
+    assert "missing " in out
+    assert "document 'lines-2', _id 'mine:echo:lines-2': no row" in out
+    assert out.endswith("NOT everything is there\n")
 
 
 @pytest.mark.real_servers
