@@ -21,6 +21,7 @@ from pipeline.prompts import PromptBuilder, derived_seed
 from pipeline.results import ACTIONS, Action
 from pipeline.rows import RowBuilder, Work
 from pipeline.supervisor import EngineSupervisor
+from pipeline.suspects import LOSSES_ALONE, conviction
 from pipeline.window import EngineWindow
 from schemas.document import Document, RejectedDocument
 from schemas.errors import DocumentError, EngineError, Failure
@@ -53,7 +54,6 @@ class Flow:
         max_running: int,
         max_tokens_per_step: int,
         urgent_after_seconds: float,
-        max_tries: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.totals = Totals()
@@ -61,7 +61,6 @@ class Flow:
         self._engine = engine
         self._make_prompts = make_prompts
         self._rows_of = rows
-        self._max_tries = max_tries
         self._clock = clock
         self.last_turn = clock()
 
@@ -168,6 +167,8 @@ class Flow:
         self._prepare()
         prepared = self._clock()
         spent["tokenising"] += prepared - received
+        outputs: list[InferenceOutput] = []
+        lost: EngineError | None = None
         try:
             self._feed()
             fed = self._clock()
@@ -179,14 +180,16 @@ class Flow:
                 self._next_sweep = polled + SWEEP_SECONDS
                 self.drop_what_is_not_ours()
         except EngineError as error:
-            self._restart_engine(error)
-            return
+            lost = error
+            polled = self._clock()
         self.take_outputs(outputs, polled)
         made = self._clock()
         spent["making rows"] += made - polled
         self.outgoing.store()
         self.outgoing.settle()
         spent["storing"] += self._clock() - made
+        if lost is not None:
+            self._restart_engine(lost)  # last: what it has answered is on its way
 
     def _receive(self) -> None:
         if self._is_draining or len(self._arrived) >= POLL_DOCUMENTS:
@@ -231,6 +234,10 @@ class Flow:
         if self._is_draining or self.outgoing.is_blocked:
             return
         now = self._clock()
+        if self._window.is_searching:
+            if suspects := self._window.next_suspects(now):
+                self._engine.submit(suspects)
+            return
         ready = [work for work in self._window.next_batch(self.totals.hit_rate, now) if self._may_start(work)]
         if ready:
             self._engine.submit(self._window.start(ready, now))
@@ -253,7 +260,7 @@ class Flow:
         if not self._window.num_running:
             if not self._arrived and (self._is_draining or self.outgoing.is_blocked):
                 self.outgoing.wait(WAIT_SECONDS)  # nothing can be taken in or fed: the sink or the broker has the word
-            return []
+            return self._engine.poll(0.0)  # an engine that dies while idle is started again before it is needed
         if self._arrived:
             timeout = 0.0
         elif self._window.is_hungry and not self._is_draining:
@@ -299,10 +306,7 @@ class Flow:
 
     def _runs_again(self, work: Work, failure: Failure) -> bool:
         """Whether the table wants another try; prepares the work for it."""
-        action = ACTIONS[failure.code]
-        if action is Action.RETRY:
-            return work.tries < self._max_tries
-        if action is Action.RETRY_ONCE and work.tries == 1 and not work.prepared.sampling.is_greedy:
+        if ACTIONS[failure.code] is Action.RETRY_ONCE and work.tries == 1 and not work.prepared.sampling.is_greedy:
             identity = work.prepared.document.identity
             work.prepared.seed = derived_seed(identity, attempt=work.tries)
             return True
@@ -343,19 +347,24 @@ class Flow:
         self.totals.account.handed_back += self.outgoing.give_up_storing()
 
     def _restart_engine(self, cause: EngineError) -> None:
-        """A new engine gets what the lost one had. Raises EngineError where that is tried in vain too often."""
-        while True:
-            info = self._engine.reopen(cause, give_up=lambda: self.is_asked_to_drain)
-            self.totals.engine_restarts = self._engine.num_restarts
-            if info is None:
-                self.totals.account.handed_back += self._window.drop_running()
-                return
+        """Another engine, for the next turn to feed with those that may have killed this one, in halves, then alone.
+
+        Raises EngineError where that is tried in vain too often.
+        """
+        loss, killer = self._window.lost()
+        if killer is not None:
+            document = killer.prepared.document
+            prompt, sampling = killer.prepared.token_ids, killer.prepared.sampling
+            failure = conviction(len(prompt), sampling.max_tokens, cause)
+            logger.error("a document kills the engine", id=document.identity.document_id, cause=str(cause))
+            row = self._rows_of.failure_row(document, failure, datetime.now(UTC), killer.tries + LOSSES_ALONE)
+            self.outgoing.fail(row, failure)
+        info = self._engine.reopen(cause, lambda: self.is_asked_to_drain, loss)
+        self.totals.engine_restarts = self._engine.num_restarts
+        if info is None:
+            self.totals.account.handed_back += self._window.drop_running()
+        else:
             self._use(info)
-            try:
-                self._engine.submit(self._window.requests())
-                return
-            except EngineError as error:
-                cause = error
 
     def _prompts_now(self) -> PromptBuilder:
         assert self._prompts is not None, "open_engine comes first"

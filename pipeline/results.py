@@ -59,7 +59,6 @@ class Action(Enum):
 
     FAIL = "fail"  # dead letter, then a failed row
     RETRY_ONCE = "retry_once"  # once more with another seed where sampling is random; else FAIL
-    RETRY = "retry"  # it is not the document's fault: again
 
 
 ACTIONS: dict[FailureCode, Action] = {
@@ -71,7 +70,7 @@ ACTIONS: dict[FailureCode, Action] = {
     FailureCode.DEADLINE_PASSED: Action.FAIL,
     FailureCode.INVALID_OUTPUT: Action.RETRY_ONCE,
     FailureCode.NUMERIC_ERROR: Action.FAIL,
-    FailureCode.ENGINE_LOST: Action.RETRY,
+    FailureCode.ENGINE_LOST: Action.FAIL,  # it has run again, in company and alone, before it is called this
     FailureCode.SINK_REJECTED: Action.FAIL,
     FailureCode.CANCELLED: Action.FAIL,
 }

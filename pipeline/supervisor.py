@@ -6,12 +6,15 @@ from typing import Protocol
 
 import structlog
 
+from pipeline.suspects import Loss
 from schemas.errors import EngineError
 from schemas.inference import EngineInfo, EngineStats, InferenceOutput, InferenceRequest
 
 logger = structlog.get_logger(__name__)
 
 RESTART_BACKOFF_SECONDS = 1.0  # before the first restart in a row; doubles
+MAX_BACKOFF_SECONDS = 30.0
+STEADY_SECONDS = 300.0  # an engine that stood for so long is no part of a row of lost ones
 _WAIT_SECONDS = 0.05
 
 
@@ -50,7 +53,9 @@ class EngineSupervisor:
         self._sleep = sleep
         self._backoff_seconds = backoff_seconds
         self._engine: Engine | None = None
-        self._lost_in_a_row = 0  # without an output between
+        self._opened = 0.0
+        self._lost_in_a_row = 0  # without an output between, but for those that the search for a killer costs
+        self._convicted_in_a_row = 0  # documents, without an output between
 
     @property
     def stats(self) -> EngineStats:
@@ -59,6 +64,7 @@ class EngineSupervisor:
     def open(self) -> EngineInfo:
         """The first start. Raises ModelError or EngineError."""
         self._engine, info = self._start()
+        self._opened = self._clock()
         self.is_ready = True
         return info
 
@@ -69,28 +75,33 @@ class EngineSupervisor:
         self._now().abort(request_ids)
 
     def poll(self, timeout_seconds: float) -> list[InferenceOutput]:
+        """Outputs; none where the engine was lost and another one is not wanted any more."""
+        if not self.is_ready:
+            return []
         outputs = self._now().poll(timeout_seconds)
         if outputs:
-            self._lost_in_a_row = 0
+            self._lost_in_a_row = self._convicted_in_a_row = 0
         return outputs
 
-    def reopen(self, cause: EngineError, give_up: Callable[[], bool]) -> EngineInfo | None:
+    def reopen(self, cause: EngineError, give_up: Callable[[], bool], loss: Loss) -> EngineInfo | None:
         """Another engine in the lost one's place, after a wait; None where `give_up` says so meanwhile.
 
-        Raises EngineError where that was in vain too often in a row.
+        Raises EngineError where that was in vain too often in a row, or too many documents in a row were convicted:
+        then it is the engine that is broken. The search for a killer is bounded by itself, and does not count.
         """
         self.is_ready = False
+        if self._clock() - self._opened >= STEADY_SECONDS:
+            self._lost_in_a_row = 0
+        if loss.convicted is not None:
+            self._convicted_in_a_row += 1
+        counts = not loss.is_of_suspects
         while True:
             self._now().close()
             if give_up():
                 return None
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row > self._max_restarts:
-                raise EngineError(
-                    f"the engine was lost {self._lost_in_a_row} times without an output between, the last time because "
-                    f"{cause}; worker.engine_restarts = {self._max_restarts} allows no more"
-                ) from cause
-            seconds = self._backoff_seconds * 2 ** (self._lost_in_a_row - 1)
+            self._lost_in_a_row += counts
+            self._require_hope(cause)
+            seconds = min(self._backoff_seconds * 2 ** max(self._lost_in_a_row - 1, 0), MAX_BACKOFF_SECONDS)
             logger.error("engine lost", cause=str(cause), restart_in_seconds=seconds)
             until = self._clock() + seconds
             while self._clock() < until and not give_up():
@@ -101,7 +112,22 @@ class EngineSupervisor:
             try:
                 return self.open()
             except EngineError as error:
-                cause = error
+                cause, counts = error, True
+
+    def _require_hope(self, cause: EngineError) -> None:
+        limit = self._max_restarts
+        if self._lost_in_a_row > limit or not limit:
+            lost = f"{self._lost_in_a_row} times without an output between" if self._lost_in_a_row > 1 else "once"
+            raise EngineError(
+                f"the engine was lost {lost}, the last time because {cause}; worker.engine_restarts = {limit} allows "
+                "no more"
+            ) from cause
+        if self._convicted_in_a_row > limit:
+            raise EngineError(
+                f"{self._convicted_in_a_row} documents in a row were each alone in an engine that was lost, the last "
+                f"time because {cause}; it is the engine that is broken, or worker.engine_restarts = {limit} is to be "
+                "raised"
+            ) from cause
 
     def _now(self) -> Engine:
         assert self._engine is not None, "open() comes first"

@@ -1,4 +1,4 @@
-"""Which documents may have killed the engine, and who of them may run next. Decides; runs nothing and fails nobody.
+"""Which documents may have killed the engine, and who of them may run next. Decides by id; runs nothing.
 
 A lost engine says nothing of the cause. What it had in it is suspected and runs again in halves, each alone in the
 engine: a half that is answered is innocent, one that loses the engine again is halved again, down to one document.
@@ -17,6 +17,8 @@ only split groups.
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+from schemas.errors import EngineError, Failure, FailureCode, Stage
 
 LOSSES_ALONE = 2  # that convict: one may come from outside, or from what an aborted request left in the engine
 
@@ -42,8 +44,9 @@ class Suspects:
         """Suspects that are not in the engine."""
         return sum(len(group) for group in self._waiting)
 
-    def is_waiting(self, request_id: int) -> bool:
-        return any(request_id in group for group in self._waiting)
+    def waiting(self) -> set[int]:
+        """Those, by id."""
+        return {request_id for group in self._waiting for request_id in group}
 
     def isolate(self, request_ids: Iterable[int]) -> None:
         """These run one at a time, in this order: they may have killed engine and worker together."""
@@ -92,3 +95,13 @@ class Suspects:
         self._waiting.clear()
         self._losses_alone.clear()
         self.is_active = False
+
+
+def conviction(num_prompt_tokens: int, max_tokens: int, cause: EngineError) -> Failure:
+    """What the row and the dead letter of a document say that kills the engine; `cause` is its last end."""
+    return Failure(
+        FailureCode.ENGINE_LOST,
+        Stage.ENGINE,
+        f"the engine was lost {LOSSES_ALONE} times while it ran this document and nothing else ({num_prompt_tokens} "
+        f"tokens of prompt, at most {max_tokens} of answer), the last time because {cause}; other documents went on",
+    )

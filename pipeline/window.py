@@ -2,17 +2,20 @@
 next and keeps the books; who submits, and what becomes of an output, is the flow's.
 
     wait ──> batcher ──> next_batch ──> start ──> running ──> end
+                                          └─ <── lost ──┘      suspects wait for their turn (pipeline/suspects.py)
 """
 
 from collections.abc import Callable, Sequence
 
 from pipeline.batcher import PrefixBatcher
 from pipeline.rows import Work
+from pipeline.suspects import Loss, Suspects
 from schemas.inference import InferenceRequest
 
 FIRST_REQUEST_ID = 1  # 0 is the worker's own, of the inference that proves a started engine
 STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what can run
 MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
+CRASHES_TO_ISOLATE = 3  # workers that died with a document in flight: from then on it runs alone
 
 
 class EngineWindow:
@@ -22,18 +25,24 @@ class EngineWindow:
         self._max_running = max_running
         self._max_tokens_per_step = max_tokens_per_step
         self._batcher: PrefixBatcher[Work] = PrefixBatcher(urgent_after_seconds)
-        self._running: dict[int, Work] = {}  # request id -> its work
+        self._suspects = Suspects()
+        self._running: dict[int, Work] = {}  # request id -> its work; what the engine has, and the suspects that wait
         self._running_tokens = 0
         self._next_request_id = FIRST_REQUEST_ID
 
     @property
     def num_waiting(self) -> int:
-        return len(self._batcher)
+        return len(self._batcher) + self._suspects.num_waiting
 
     @property
     def num_running(self) -> int:
         """What the engine has, begun or not."""
-        return len(self._running)
+        return len(self._running) - self._suspects.num_waiting
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the engine is for `next_suspects` alone, until it has been seen who kills it."""
+        return self._suspects.is_active
 
     @property
     def waiting_tokens(self) -> int:
@@ -69,20 +78,36 @@ class EngineWindow:
         return self._batcher.next_batch(budget, now) if budget > 0 else []
 
     def start(self, works: Sequence[Work], now: float) -> list[InferenceRequest]:
-        """These are the engine's from now on; the requests to submit."""
+        """These are the engine's from now on; the requests to submit. Those that may have killed workers wait, to run
+        alone."""
         requests = []
+        isolated = []
         for work in works:
             work.submitted = now
             request_id = self._next_request_id
             self._next_request_id += 1
             self._running[request_id] = work
             self._running_tokens += len(work.prepared.token_ids)
-            requests.append(_request(request_id, work))
+            if work.prepared.document.crash_count >= CRASHES_TO_ISOLATE:
+                isolated.append(request_id)
+            else:
+                requests.append(_request(request_id, work))
+        if isolated:
+            self._suspects.isolate(isolated)
         return requests
 
-    def requests(self) -> list[InferenceRequest]:
-        """Of all that runs, for another engine in a lost one's place."""
-        return [_request(request_id, work) for request_id, work in self._running.items()]
+    def next_suspects(self, now: float) -> list[InferenceRequest]:
+        """The group of suspects that runs now; none while one does, nor once nobody is suspected any more."""
+        request_ids = self._suspects.next_group(self.num_running)
+        for request_id in request_ids:
+            self._running[request_id].submitted = now
+        return [_request(request_id, self._running[request_id]) for request_id in request_ids]
+
+    def lost(self) -> tuple[Loss, Work | None]:
+        """The engine is lost: what it had is suspected. What that taught; and the convicted's work, which has ended."""
+        waiting = self._suspects.waiting()
+        loss = self._suspects.lost([request_id for request_id in self._running if request_id not in waiting])
+        return loss, None if loss.convicted is None else self.end(loss.convicted)
 
     def end(self, request_id: int) -> Work | None:
         """The work of an output, which runs no longer; None where it was dropped before."""
@@ -96,16 +121,22 @@ class EngineWindow:
         stale_ids = [request_id for request_id, work in self._running.items() if is_unwanted(work)]
         for request_id in stale_ids:
             self.end(request_id)
+        self._suspects.forget(stale_ids)
         return self._batcher.remove_where(is_unwanted) + len(stale_ids), stale_ids
 
     def drop_waiting(self) -> int:
         """Drops all that waits; how many documents that was."""
-        return self._batcher.clear()
+        suspected = self._suspects.waiting()
+        for request_id in suspected:
+            self.end(request_id)
+        self._suspects.forget(suspected)
+        return self._batcher.clear() + len(suspected)
 
     def drop_running(self) -> int:
-        """Drops all that the engine has; how many documents that was."""
+        """Drops all that the engine has or had; how many documents that was."""
         num_dropped = len(self._running)
         self._running.clear()
+        self._suspects.clear()
         self._running_tokens = 0
         return num_dropped
 

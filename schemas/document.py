@@ -129,6 +129,7 @@ class Document:
     message: DocumentMessage
     num_bytes: int  # of the raw message
     attempt: int = 0  # 0 for the first; a replay carries one more
+    crash_count: int = 0  # workers that died while it was in flight, as far as the commits tell
 
 
 @dataclass(frozen=True, slots=True)

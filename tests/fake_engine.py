@@ -44,6 +44,8 @@ class Behaviour:
     hang_after: int = -1  # the step does not end
     garbage_after: int = -1  # sends bytes that are no frame
     die_on_token: int = -1  # dies when a prompt that holds this token is stepped
+    hang_on_token: int = -1  # likewise, the step does not end
+    not_finite_on_token: int = -1  # likewise, that request fails by NUMERIC_ERROR
 
 
 def answer(request: InferenceRequest) -> InferenceOutput:
@@ -120,6 +122,9 @@ class FakeEngine:
 
     def _answer(self, request: InferenceRequest) -> InferenceOutput:
         output = answer(request)
+        if self._behaviour.not_finite_on_token in request.token_ids:
+            failure = Failure(FailureCode.NUMERIC_ERROR, Stage.ENGINE, "told to be not finite")
+            output = InferenceOutput(request.request_id, num_prompt_tokens=len(request.token_ids), failure=failure)
         self._num_waiting -= 1
         self._num_answers += 1
         self._num_prompt_tokens += output.num_prompt_tokens
@@ -132,7 +137,7 @@ class FakeEngine:
             os.kill(os.getpid(), 9)
         if self._num_answers == behaviour.fail_after:
             raise RuntimeError(f"told to fail after {behaviour.fail_after} answers")
-        if self._num_answers == behaviour.hang_after:
+        if self._num_answers == behaviour.hang_after or behaviour.hang_on_token in request.token_ids:
             time.sleep(3600)
         if self._num_answers == behaviour.garbage_after:
             os.write(int(sys.argv[-1]), b"\xff" * 64)

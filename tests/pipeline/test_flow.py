@@ -1,10 +1,13 @@
 """The flow with a real engine process: every document ends once, and the account says so."""
 
+import re
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, repeat
 
 import pytest
 
@@ -17,7 +20,7 @@ from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
 from pipeline.supervisor import EngineSupervisor
 from schemas.document import DocumentResult, SourcePosition
-from schemas.errors import EngineError, Failure, FailureCode, SinkError, SourceError, Stage
+from schemas.errors import EngineError, Failure, FailureCode, SettingsError, SinkError, SourceError, Stage
 from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, InferenceRequest, ModelSettings
 from schemas.task import Task
 from tests.fakes import fake_engine_command
@@ -289,10 +292,135 @@ def test_a_drain_does_not_wait_for_another_engine_to_load(make_stage: MakeStage)
 
 
 def test_an_engine_that_is_lost_again_and_again_stops_the_worker(make_stage: MakeStage) -> None:
-    stage = make_stage(MemorySource([make_document(0)]), *[{"die_after": 0}] * 3, restarts=2)
+    stage = make_stage(MemorySource(), restarts=2)
+    stage.flow.open_engine()
+    stage._commands = repeat((sys.executable, "-c", "raise SystemExit(3)"))
+    stage.started[0].kill()
     with pytest.raises(EngineError, match=r"lost 3 times without an output between.*worker\.engine_restarts = 2"):
-        stage.run()
+        stage.flow.turn()
     assert not stage.flow.engine_is_ready
+
+
+def test_no_restart_allowed_means_none(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([make_document(0)]), {"die_after": 0}, restarts=0)
+    with pytest.raises(EngineError, match=r"lost once.*died of SIGKILL.*engine_restarts = 0 allows no more"):
+        stage.run()
+    assert stage.balance() == (1, 0)
+
+
+@pytest.mark.parametrize("killers", [{7}, {7, 8, 30}])
+def test_documents_that_kill_the_engine_are_found_and_failed_by_name_and_all_others_answered(
+    make_stage: MakeStage, killers: set[int]
+) -> None:
+    prompts = [f"{'#' if offset in killers else '.'} number {offset}" for offset in range(40)]
+    source = MemorySource([make_document(offset, prompt=prompt) for offset, prompt in enumerate(prompts)])
+    stage = make_stage(source, *[{"die_on_token": ord("#")}] * 30)
+    stage.run()
+    failed = {name for name, row in stage.sink.rows.items() if row.status == "failed"}
+    assert failed == {f"d{offset}" for offset in killers}
+    assert len(stage.sink.rows) == 40
+    assert sorted(position.offset for position, _ in source.dead_letters) == sorted(killers)
+    code, message = source.dead_letters[0][1].code, source.dead_letters[0][1].message
+    assert code is FailureCode.ENGINE_LOST
+    assert re.match(
+        r"the engine was lost 2 times while it ran this document and nothing else .*died of SIGKILL", message
+    )
+    # At most 40 in the engine: 6 halvings and two losses alone for each.
+    assert stage.flow.totals.engine_restarts <= 8 * len(killers)
+    assert stage.balance() == (0, 0)
+
+
+def test_an_engine_that_every_document_kills_stops_the_worker_before_it_fails_many(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt=f"# {offset}") for offset in range(8)])
+    stage = make_stage(source, *[{"die_on_token": ord("#")}] * 20, restarts=2)
+    with pytest.raises(EngineError, match=r"3 documents in a row were each alone.*it is the engine that is broken"):
+        stage.run()
+    assert len(source.dead_letters) == 3
+    in_flight, imbalance = stage.balance()
+    assert (in_flight, imbalance) == (8 - len(stage.sink.rows), 0)
+
+
+def test_an_engine_that_dies_while_idle_is_started_again_before_a_document_needs_it(make_stage: MakeStage) -> None:
+    source = MemorySource()
+    stage = make_stage(source, {}, {})
+    stage.flow.open_engine()
+    stage.flow.turn()
+    stage.started[0].kill()
+    stage.flow.turn()
+    assert stage.flow.totals.engine_restarts == 1
+    source.add([make_document(0)])
+    stage.flow.run(until_drained=True)
+    assert [row.status for row in stage.sink.rows.values()] == ["answered"]
+    assert stage.flow.totals.engine_restarts == 1
+
+
+def test_suspects_that_wait_are_handed_back_when_draining(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt=f"number {offset}") for offset in range(8)])
+    stage = make_stage(source, {"hang_after": 0}, {})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    stage.started[0].kill()
+    while not stage.flow.totals.engine_restarts:
+        stage.flow.turn()
+    stage.flow.turn()
+    assert stage.flow.held()["batcher"] == 4
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    account = stage.flow.totals.account
+    assert (account.indexed, account.handed_back) == (4, 4)
+    assert stage.balance() == (0, 0)
+
+
+def test_the_suspects_of_a_revoked_partition_are_dropped(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt=f"number {offset}") for offset in range(8)])
+    stage = make_stage(source, {"hang_after": 0}, {"hang_after": 0})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    stage.started[0].kill()
+    while stage.flow.held()["engine"] != 4:
+        stage.flow.turn()
+    source.epoch = 2
+    stage.flow.drop_what_is_not_ours()
+    assert stage.flow.totals.account.handed_back == 8
+    assert stage.balance() == (0, 0)
+
+
+def test_documents_that_were_in_flight_when_three_workers_died_run_alone(make_stage: MakeStage) -> None:
+    documents = [make_document(offset, prompt=f"number {offset}") for offset in range(6)]
+    source = MemorySource([replace(one, crash_count=one.position.offset % 2 * 3) for one in documents])
+    stage = make_stage(source)
+    submitted: list[int] = []
+    stage.flow.open_engine()
+    engine = stage.started[0]
+    submit = engine.submit
+
+    def note(requests: Sequence[InferenceRequest]) -> None:
+        submitted.append(len(requests))
+        submit(requests)
+
+    engine.submit = note  # type: ignore[method-assign]
+    stage.flow.run(until_drained=True)
+    assert submitted == [3, 1, 1, 1]
+    assert len(stage.sink.rows) == 6
+
+
+def test_what_came_before_a_loss_was_found_is_stored_before_another_engine_is_waited_for(
+    make_stage: MakeStage,
+) -> None:
+    stage = make_stage(MemorySource([make_document(0), make_document(1)]), {"die_after": 1, "requests_per_step": 1})
+    stage.flow.open_engine()
+    stored: list[int] = []
+
+    def start() -> tuple[EngineClient, EngineInfo]:
+        stored.append(len(stage.sink.rows))
+        raise SettingsError("seen")
+
+    stage.flow._engine._start = start
+    with pytest.raises(SettingsError, match="seen"):
+        stage.flow.run()
+    assert stored == [1]
 
 
 def test_the_work_of_a_revoked_partition_is_dropped_wherever_it_is(make_stage: MakeStage) -> None:

@@ -240,6 +240,6 @@ def test_a_receipt_holds_the_prompt_as_little_endian_uint32() -> None:
 
 def test_every_failure_has_its_action() -> None:
     assert set(ACTIONS) == set(FailureCode)
-    assert ACTIONS[FailureCode.ENGINE_LOST] is Action.RETRY
+    assert ACTIONS[FailureCode.ENGINE_LOST] is Action.FAIL
     assert ACTIONS[FailureCode.INVALID_OUTPUT] is Action.RETRY_ONCE
     assert ACTIONS[FailureCode.SINK_REJECTED] is Action.FAIL

@@ -2,6 +2,7 @@
 
 from pipeline.prompts import PromptBuilder, compile_tasks
 from pipeline.rows import Work
+from pipeline.suspects import Loss
 from pipeline.window import FIRST_REQUEST_ID, EngineWindow
 from tests.pipeline.parts import ByteTokenizer, engine_info, make_document
 
@@ -50,4 +51,17 @@ def test_an_output_of_what_was_dropped_has_no_work() -> None:
     assert window.drop_where(lambda work: work.prepared.document.position.offset in (1, 3)) == (2, [2])
     assert window.end(2) is None
     assert (window.num_running, window.num_waiting) == (2, 0)
-    assert [request.request_id for request in window.requests()] == [1, 3]
+
+
+def test_what_a_lost_engine_had_waits_in_halves_and_nothing_else_is_given_meanwhile() -> None:
+    window = make_window(num_documents=4)
+    window.start(window.next_batch(0.0, 0.0), now=0.0)
+    assert (window.num_running, window.is_searching) == (3, False)
+    assert window.lost() == (Loss(), None)
+    assert (window.num_running, window.num_waiting, window.is_searching) == (0, 4, True)
+    assert [request.request_id for request in window.next_suspects(now=1.0)] == [1, 2]
+    assert window.next_suspects(now=1.0) == []
+    assert (window.num_running, window.num_waiting) == (2, 2)
+    assert window.drop_waiting() == 2
+    assert window.drop_running() == 2
+    assert (window.num_running, window.num_waiting, window.is_searching) == (0, 0, False)
