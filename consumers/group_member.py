@@ -7,7 +7,9 @@ thread is inside `read` or `close`, so the tracker has one owner at any time.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
+from uuid import UUID
 
 from kafka import KafkaConsumer, TopicPartition
 from kafka.consumer.subscription_state import ConsumerRebalanceListener
@@ -17,13 +19,16 @@ from kafka.errors import (
     AuthorizationError,
     FencedInstanceIdError,
     KafkaError,
+    LogTruncationError,
     NoOffsetForPartitionError,
+    OffsetMetadataTooLargeError,
     OffsetOutOfRangeError,
     RebalanceInProgressError,
     RetriableError,
 )
 from kafka.structs import MemberState, OffsetAndMetadata
 
+from consumers.commit_metadata import Progress, decode, encode
 from consumers.connection import client_options
 from consumers.offsets import Commit, OffsetTracker, Partition
 from schemas.document import RawMessage, SourcePosition
@@ -36,6 +41,7 @@ _FETCH_MAX_BYTES = 16 * 2**20  # buffered by the client beside what is in flight
 _METADATA_MAX_AGE_SECONDS = 5.0  # how soon a topic that was made again is noticed
 _JOIN_SECONDS = 0.5
 _LOOKUP_TIMEOUT_MS = 5_000
+_ANNOUNCE_SECONDS = 0.05  # between two tries to tell the broker that work has begun in a new assignment
 _COMMIT_TIMEOUT_SECONDS = 60.0  # an outstanding commit older than that is given up, and the next one is sent
 
 
@@ -56,7 +62,9 @@ class GroupMember:
         self._consumer: Any = None
         self._holds = False
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
-        self._topic_ids: dict[str, object] = {}
+        self._topic_ids: dict[str, UUID] = {}
+        self._writes_metadata = True  # until the broker refuses it
+        self._were_ours: set[TopicPartition] = set()  # in some epoch
         self._commit_sent_at: float | None = None  # None: none is outstanding
         self._committed_at = clock()
         self._num_refused_commits = 0  # in a row
@@ -118,13 +126,16 @@ class GroupMember:
             return []
         except Exception as error:
             self._failed = True
+            self._check_topic_ids()  # another topic under the name has many symptoms
             self._raise_unreadable(error)
         self._check_fenced()
         self._keep_joining()
         self._check_topic_ids()
-        self._track_assignment()
+        elsewhere = self._track_assignment()
         raws: list[RawMessage] = []
         for (topic, partition), records in batches.items():
+            if (topic, partition) in elsewhere or (topic, partition) not in self._tracker.partitions:
+                continue
             epoch = self._tracker.partitions[topic, partition].epoch
             raws += [
                 RawMessage(
@@ -139,9 +150,15 @@ class GroupMember:
         return raws
 
     def commit_if_due(self) -> None:
-        """Sends what is complete once a `commit_interval_seconds`; what is refused is sent again with the next."""
+        """Sends what is new once a `commit_interval_seconds`; what is refused is sent again with the next.
+
+        That work has begun at all is told at once: a worker that dies before it has told so would be forgotten.
+        """
         now = self._clock()
-        if now - self._committed_at < self._settings.commit_interval_seconds:
+        interval = self._settings.commit_interval_seconds
+        if not self._tracker.is_announced:
+            interval = min(interval, _ANNOUNCE_SECONDS)
+        if now - self._committed_at < interval:
             return
         if self._commit_sent_at is not None and now - self._commit_sent_at < _COMMIT_TIMEOUT_SECONDS:
             return
@@ -170,11 +187,14 @@ class GroupMember:
     def close(self, timeout_seconds: float) -> None:
         """Commits what is complete, leaves the group, and forgets its partitions."""
         timeout_ms = max(1, round(timeout_seconds * 1000))
-        commits = self._tracker.commits()
+        commits = self._tracker.commits(is_clean=True)
         if commits:
             try:
-                self._consumer.commit(_offsets(commits), timeout_ms=timeout_ms)
-                self._tracker.acknowledge(commits)
+                try:
+                    self._consumer.commit(self._offsets(commits), timeout_ms=timeout_ms)
+                except OffsetMetadataTooLargeError:
+                    self._stop_writing_metadata()
+                    self._consumer.commit(self._offsets(commits), timeout_ms=timeout_ms)
             except KafkaError as error:
                 logger.warning("the last commit was refused; the next owner repeats it", extra={"reason": repr(error)})
         try:
@@ -189,7 +209,7 @@ class GroupMember:
         """Commits what is complete and fences the rest."""
         given_up = set(partitions)
         self._settle()
-        self._commit_async(self._tracker.commits(given_up))
+        self._commit_async(self._tracker.commits(given_up, is_clean=True))
         if self._settings.assignor == "cooperative-sticky":
             self.forget(given_up, "revoked")
         else:
@@ -217,12 +237,59 @@ class GroupMember:
 
     # --- ours ---
 
-    def _track_assignment(self) -> None:
-        """Epochs are stamped here, once the client has returned: a partition may go and come back within one poll."""
-        for topic, partition in self._consumer.assignment():
-            if (topic, partition) not in self._tracker.partitions:
-                epoch = self._tracker.assign((topic, partition))
-                logger.info("partition assigned", extra={"topic": topic, "partition": partition, "epoch": epoch})
+    def _track_assignment(self) -> set[Partition]:
+        """Epochs are stamped here, once the client has returned: a partition may go and come back within one poll.
+
+        Returns partitions that are read from another place than the client began at: what it has read is void.
+        """
+        new = [p for p in self._consumer.assignment() if (p.topic, p.partition) not in self._tracker.partitions]
+        elsewhere: set[Partition] = set()
+        for partition, left in self._left_behind(new).items():
+            if partition not in self._consumer.assignment():
+                continue  # it went while we asked
+            if left.is_known and (left.is_foreign or partition in self._were_ours):
+                # The client may also read on where an earlier epoch of ours did, past what was in flight then.
+                if left.offset is None:
+                    self._consumer.seek_to_beginning(partition)
+                else:
+                    self._consumer.seek(partition, left.offset)
+                elsewhere.add(partition)
+            self._were_ours.add(partition)
+            begin = left.offset if left.offset is not None or not left.is_known else 0
+            epoch = self._tracker.assign((partition.topic, partition.partition), begin, left.progress)
+            extra = {"topic": partition.topic, "partition": partition.partition, "epoch": epoch, "offset": left.offset}
+            if left.progress is not None:
+                extra |= {"started_before": left.progress.started, "was_clean": left.progress.is_clean}
+                extra |= {"crashes": self._tracker.partitions[partition].num_crashes(left.progress.base)}
+            logger.info("partition assigned", extra=extra)
+        return elsewhere
+
+    def _left_behind(self, partitions: list[TopicPartition]) -> dict[TopicPartition, "_LeftBehind"]:
+        """What the commits of these say. What cannot be had now only saves no work."""
+        if not partitions:
+            return {}
+        try:
+            fetch = self._consumer._coordinator.fetch_committed_offsets  # all at once, and with their metadata
+            committed = fetch(partitions, timeout_ms=_LOOKUP_TIMEOUT_MS)
+        except KafkaError as error:
+            logger.warning("what was committed beside the offsets is not known", extra={"reason": repr(error)})
+            return dict.fromkeys(partitions, _LeftBehind(is_known=False))
+        left = {}
+        for partition in partitions:
+            if partition not in committed:
+                left[partition] = _LeftBehind()
+                continue
+            offset, found = committed[partition].offset, decode(committed[partition].metadata)
+            topic_id = self._topic_ids.get(partition.topic)
+            if found is None or topic_id is None or found[1].base != offset:
+                left[partition] = _LeftBehind(offset)  # set by somebody else, or by us without metadata
+            elif found[0] == topic_id:
+                left[partition] = _LeftBehind(offset, found[1])
+            else:
+                left[partition] = _LeftBehind(is_foreign=True)
+                extra = {"topic": partition.topic, "partition": partition.partition, "offset": offset}
+                logger.warning("reading from the earliest: the offset is of a deleted topic of this name", extra=extra)
+        return left
 
     def _keep_joining(self) -> None:
         """A join that outlasts one poll is forgotten by kafka-python 3.0.12 where new metadata had caused it: the
@@ -250,6 +317,7 @@ class GroupMember:
             known = self._topic_ids.setdefault(topic, topic_id) if topic_id is not None else None
             if known is not None and known != topic_id:
                 self._failed = True
+                self.forget([p for p in self._tracker.partitions if p[0] == topic], "topic made again")
                 raise SourceError(
                     f"the topic {topic} was deleted and made again while we were reading it: the offsets that we "
                     "hold belong to the old one. Start the worker again; it reads the new topic from its beginning."
@@ -266,7 +334,7 @@ class GroupMember:
     def _pass_transaction_ends(self) -> None:
         """A transaction's end takes an offset and is no record; with nothing in flight the read position is past it."""
         for (topic, partition), tracker in self._tracker.partitions.items():
-            if tracker.num_in_flight == 0 and tracker.next_offset is not None:
+            if tracker.num_in_flight == 0:
                 try:
                     tracker.advance(self._position(TopicPartition(topic, partition)))
                 except KafkaError:
@@ -301,17 +369,37 @@ class GroupMember:
                 self._tracker.acknowledge(commits)
                 self._num_refused_commits = 0
                 return
+            if isinstance(answer, OffsetMetadataTooLargeError):
+                self._stop_writing_metadata()
             self._num_refused_commits += not isinstance(answer, RebalanceInProgressError)
             if self._num_refused_commits in (1, 10, 100, 1000):
                 extra = {"reason": repr(answer), "refusals": self._num_refused_commits}
                 logger.warning("a commit was refused and will be sent again", extra=extra)
 
-        self._consumer.commit_async(_offsets(commits), callback=on_answer)
+        self._consumer.commit_async(self._offsets(commits), callback=on_answer)
+
+    def _offsets(self, commits: Mapping[Partition, Commit]) -> dict[TopicPartition, OffsetAndMetadata]:
+        offsets = {}
+        for (topic, partition), commit in commits.items():
+            topic_id = self._topic_ids.get(topic)
+            metadata = encode(commit.progress, topic_id) if self._writes_metadata and topic_id is not None else ""
+            offsets[TopicPartition(topic, partition)] = OffsetAndMetadata(commit.offset, metadata)
+        return offsets
+
+    def _stop_writing_metadata(self) -> None:
+        """The broker refuses the whole commit of a partition for it. Offsets are what must be known."""
+        self._writes_metadata = False
+        logger.warning(
+            "commits go on without metadata, so that a restart looks more documents up: the broker's "
+            "offset.metadata.max.bytes is lower than 4096"
+        )
 
     def _raise_unreadable(self, error: Exception) -> NoReturn:
         settings = self._settings
         if isinstance(error, OffsetOutOfRangeError):
             raise SourceError(self._lost_range(error)) from error
+        if isinstance(error, LogTruncationError):
+            raise SourceError(self._cut_range(error)) from error
         if isinstance(error, FencedInstanceIdError):
             raise SourceError(
                 f"another worker has taken over the group_instance_id {settings.group_instance_id!r} in the group "
@@ -348,12 +436,33 @@ class GroupMember:
             "them: kafka-consumer-groups --reset-offsets --to-earliest, with no worker running."
         )
 
+    def _cut_range(self, error: LogTruncationError) -> str:
+        told = []
+        for partition, end in error.divergent_offsets.items():
+            where = "some offset" if end is None else f"offset {end.offset}"
+            told.append(f"{partition.topic}/{partition.partition}: from {where} to {self._cached_position(partition)}")
+        return (
+            f"the broker has lost records that we had read (an unclean leader election): {'; '.join(told)}. Rows made of "
+            "them stay. To go on with what stands there now: kafka-consumer-groups --reset-offsets --to-offset with "
+            f"the first of these, for the group {self._settings.group!r}, with no worker running."
+        )
+
     def _assigned(self) -> list[TopicPartition]:
         return sorted(self._consumer.assignment())
 
     def _cached_position(self, partition: TopicPartition) -> object:
         position = self._consumer._subscription.position(partition)
         return "unknown" if position is None else position.offset
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftBehind:
+    """A partition's commit: `offset` is None where there is none, or it is of a deleted topic (`is_foreign`)."""
+
+    offset: int | None = None
+    progress: Progress | None = None
+    is_foreign: bool = False
+    is_known: bool = True
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # kafka-python has no types
@@ -370,7 +479,3 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # kafka-pytho
 
     def on_partitions_lost(self, lost: Iterable[TopicPartition]) -> None:
         self._member.on_lost((p.topic, p.partition) for p in lost)
-
-
-def _offsets(commits: Mapping[Partition, Commit]) -> dict[TopicPartition, OffsetAndMetadata]:
-    return {TopicPartition(*partition): OffsetAndMetadata(commit.offset, "") for partition, commit in commits.items()}

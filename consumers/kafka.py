@@ -7,7 +7,7 @@ lists of completed positions); everything else belongs to the Kafka thread.
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from consumers.dead_letter import DeadLetter, DeadLetterWriter
@@ -15,7 +15,7 @@ from consumers.decode import decode_document, replay_attempt
 from consumers.group_member import GroupMember
 from consumers.offsets import OffsetTracker
 from consumers.topics import ensure_topics
-from schemas.document import Document, RejectedDocument, SourcePosition
+from schemas.document import Assignment, Document, RawMessage, RejectedDocument, SourcePosition
 from schemas.errors import Failure, SourceError
 from schemas.settings import KafkaSettings
 
@@ -48,7 +48,10 @@ class KafkaSource:
         self._inbox: deque[Document | RejectedDocument] = deque()
         self._failure: SourceError | None = None
         self._draining = False
-        self._completions: deque[Sequence[SourcePosition]] = deque()  # appended by any thread, taken by ours
+        # Appended by any thread, taken by ours; and the other way round.
+        self._completions: deque[Sequence[SourcePosition]] = deque()
+        self._handed_back: deque[Sequence[SourcePosition]] = deque()
+        self._skipped: deque[Counter[Assignment]] = deque()
 
         self._has_assignment = False
         self._holds = False
@@ -89,6 +92,21 @@ class KafkaSource:
 
     def complete(self, positions: Sequence[SourcePosition]) -> None:
         self._completions.append(positions)
+
+    def hand_back(self, positions: Sequence[SourcePosition]) -> None:
+        self._handed_back.append(positions)
+
+    def take_skipped(self) -> Counter[Assignment]:
+        skipped: Counter[Assignment] = Counter()
+        while self._skipped:
+            skipped += self._skipped.popleft()
+        return skipped
+
+    def started_before(self, position: SourcePosition) -> int:
+        return self._tracker.started_before(position)
+
+    def num_crashes(self, position: SourcePosition) -> int:
+        return self._tracker.num_crashes(position)
 
     def is_current(self, position: SourcePosition) -> bool:
         return self._tracker.is_current(position)
@@ -152,11 +170,13 @@ class KafkaSource:
         if raws:
             self._idle_seconds = _FIRST_IDLE_SECONDS
             self._is_at_end = False
-            self._tracker.start(raws)
+            in_flight = self._tracker.start(raws)
+            if len(in_flight) < len(raws):
+                self._count_skipped(raws, in_flight)
             mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
             self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
-            self._hand_over([decode_document(raw, limit) for raw in raws])
+            self._hand_over([decode_document(raw, limit) for raw in in_flight])
         self._member.commit_if_due()
         self._has_assignment = self._member.is_stable
         self._look_for_the_end()
@@ -189,6 +209,11 @@ class KafkaSource:
             self._inbox.extend(documents)
             self._arrived.notify()
 
+    def _count_skipped(self, raws: list[RawMessage], in_flight: list[RawMessage]) -> None:
+        skipped = Counter(raw.position.assignment for raw in raws)
+        skipped.subtract(raw.position.assignment for raw in in_flight)
+        self._skipped.append(+skipped)
+
     def _hand_back_if_draining(self) -> None:
         with self._arrived:
             if not self._draining or not self._inbox:
@@ -200,6 +225,8 @@ class KafkaSource:
     def _apply_completions(self) -> None:
         while self._completions:
             self._tracker.complete(self._completions.popleft())
+        while self._handed_back:
+            self._tracker.hand_back(self._handed_back.popleft())
 
     def _look_for_the_end(self) -> None:
         """Asks the broker where the partitions end, where somebody wants to know and nothing is in flight."""

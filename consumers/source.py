@@ -1,6 +1,7 @@
 """Where documents come from: the face that the flow sees, and a source from memory for files and tests."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Protocol, Self
 
 from consumers.decode import decode_document
 from consumers.offsets import OffsetTracker
-from schemas.document import Document, RawMessage, RejectedDocument, SourcePosition
+from schemas.document import Assignment, Document, RawMessage, RejectedDocument, SourcePosition
 from schemas.errors import Failure, SourceError
 
 
@@ -35,6 +36,21 @@ class Source(Protocol):
 
     def complete(self, positions: Sequence[SourcePosition]) -> None:
         """These documents' rows are stored (or superseded): their offsets may be committed, in order."""
+
+    def hand_back(self, positions: Sequence[SourcePosition]) -> None:
+        """These will not be worked on here: they are not in flight any more, and nothing commits past them."""
+
+    def take_skipped(self) -> Counter[Assignment]:
+        """Documents that were delivered, complete before this assignment, and not handed out; since the last call."""
+
+    def started_before(self, position: SourcePosition) -> int:
+        """One past the highest offset of its partition that earlier owners are known to have had in work; 0: none.
+
+        They may have had later ones, of their last moments.
+        """
+
+    def num_crashes(self, position: SourcePosition) -> int:
+        """How many workers in a row died with this document in work; 0 where it is no suspect."""
 
     def is_current(self, position: SourcePosition) -> bool:
         """Whether the position's assignment is still ours; work for others may be skipped."""
@@ -134,6 +150,19 @@ class LocalSource:
         with self._has_room:
             self._tracker.complete(positions)
             self._has_room.notify()
+
+    def hand_back(self, positions: Sequence[SourcePosition]) -> None:
+        with self._lock:
+            self._tracker.hand_back(positions)
+
+    def take_skipped(self) -> Counter[Assignment]:
+        return Counter()
+
+    def started_before(self, position: SourcePosition) -> int:
+        return 0
+
+    def num_crashes(self, position: SourcePosition) -> int:
+        return 0
 
     def is_current(self, position: SourcePosition) -> bool:
         return self._tracker.is_current(position)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
@@ -26,6 +26,18 @@ class SourcePosition:
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition}/{self.offset}"
+
+    @property
+    def assignment(self) -> "Assignment":
+        return Assignment(self.topic, self.partition, self.epoch)
+
+
+class Assignment(NamedTuple):
+    """One epoch of one partition."""
+
+    topic: str
+    partition: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.offsets import Commit, OffsetTracker, PartitionTracker
+from consumers.commit_metadata import MAX_OFFSETS, OffsetBitmap, Progress
+from consumers.offsets import OffsetTracker, PartitionTracker
 from schemas.document import RawMessage, SourcePosition
 
 P0, P1 = ("documents", 0), ("documents", 1)
@@ -11,6 +12,15 @@ P0, P1 = ("documents", 0), ("documents", 1)
 
 def raw(offset: int, epoch: int = 1, partition: int = 0, num_bytes: int = 1) -> RawMessage:
     return RawMessage(SourcePosition("documents", partition, offset, epoch), 0, None, b"x" * num_bytes)
+
+
+def to_commit(tracker: OffsetTracker) -> dict[tuple[str, int], tuple[int, int]]:
+    """What is to be committed: partition -> (offset, epoch)."""
+    return {partition: (commit.offset, commit.epoch) for partition, commit in tracker.commits().items()}
+
+
+def left(base: int, started: int, *completed: int, crashes: int = 0, clean: bool = False, until: int = 0) -> Progress:
+    return Progress(base, started, until, crashes, clean, OffsetBitmap.of(base, completed))
 
 
 def test_a_late_document_holds_back_the_commit_until_it_completes() -> None:
@@ -54,9 +64,9 @@ def test_a_dropped_partition_takes_its_documents_with_it_and_late_completions_ch
     assert tracker.assign(P0) == 2
     tracker.start([raw(0, epoch=2)])
     assert tracker.complete([raw(0, epoch=1).position]) == 0
-    assert tracker.commits() == {}
+    assert to_commit(tracker) == {P0: (0, 2)}
     assert tracker.complete([raw(0, epoch=2).position]) == 1
-    assert tracker.commits() == {P0: Commit(1, 2)}
+    assert to_commit(tracker) == {P0: (1, 2)}
 
 
 def test_an_acknowledged_commit_is_not_sent_again_and_one_of_an_earlier_epoch_counts_for_nothing() -> None:
@@ -65,7 +75,7 @@ def test_an_acknowledged_commit_is_not_sent_again_and_one_of_an_earlier_epoch_co
     tracker.start([raw(4)])
     tracker.complete([raw(4).position])
     commits = tracker.commits()
-    assert commits == {P0: Commit(5, 1)}
+    assert to_commit(tracker) == {P0: (5, 1)}
     assert tracker.commits({P1}) == {}
     tracker.acknowledge(commits)
     assert tracker.commits() == {}
@@ -74,7 +84,7 @@ def test_an_acknowledged_commit_is_not_sent_again_and_one_of_an_earlier_epoch_co
     tracker.start([raw(4, epoch=2)])
     tracker.complete([raw(4, epoch=2).position])
     tracker.acknowledge(commits)
-    assert tracker.commits() == {P0: Commit(5, 2)}
+    assert to_commit(tracker) == {P0: (5, 2)}
 
 
 def test_what_is_handed_back_is_not_in_flight_and_holds_back_every_later_commit() -> None:
@@ -84,15 +94,16 @@ def test_what_is_handed_back_is_not_in_flight_and_holds_back_every_later_commit(
     tracker.hand_back([raw(2).position, raw(1).position])
     assert tracker.num_in_flight == 2
     tracker.complete([raw(3).position])
-    assert tracker.commits() == {}
+    assert to_commit(tracker) == {P0: (0, 1)}
     tracker.complete([raw(0).position])
-    assert tracker.commits() == {P0: Commit(1, 1)}
+    assert to_commit(tracker) == {P0: (1, 1)}
+    assert list(tracker.commits()[P0].progress.completed) == [3]
     assert tracker.num_in_flight == 0
 
 
 def test_with_nothing_in_flight_the_read_position_passes_a_transactions_end() -> None:
     tracker = PartitionTracker(epoch=1)
-    tracker.advance(7)  # nothing was read in this epoch, so nothing is known to be complete
+    tracker.advance(7)  # nothing is known of where reading began
     assert (tracker.committable, tracker.num_in_flight) == (None, 0)
     tracker.start(raw(7))
     tracker.advance(9)
@@ -100,6 +111,115 @@ def test_with_nothing_in_flight_the_read_position_passes_a_transactions_end() ->
     tracker.complete(7)
     tracker.advance(9)
     assert tracker.committable == 9
+
+
+def test_a_position_beyond_where_reading_began_passes_what_was_aborted_alone() -> None:
+    tracker = PartitionTracker(epoch=1, begin=7)
+    tracker.advance(7)
+    assert tracker.commit() is None
+    tracker.advance(9)
+    commit = tracker.commit()
+    assert commit is not None
+    assert commit.offset == 9
+
+
+def test_what_is_complete_beyond_the_commit_is_told_and_passed_over_by_the_next_owner() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0)
+    tracker.start([raw(offset) for offset in range(3, 9)])
+    tracker.complete([raw(offset).position for offset in (4, 5, 8)])
+    progress = tracker.commits()[P0].progress
+    assert progress == left(3, 9, 4, 5, 8)
+    after = OffsetTracker()
+    after.assign(P0, 3, progress)
+    read = after.start([raw(offset) for offset in range(3, 11)])
+    assert [message.position.offset for message in read] == [3, 6, 7, 9, 10]
+    assert (after.num_in_flight, after.partitions[P0].num_skipped) == (5, 3)
+    assert after.started_before(raw(3).position) == 9
+    after.complete([raw(offset).position for offset in (3, 6, 7, 9, 10)])
+    assert after.commits()[P0].offset == 11
+
+
+def test_what_was_complete_and_is_not_read_again_yet_is_told_again() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0, 3, left(3, 40, 5, 6, 30))
+    tracker.start([raw(3), raw(4), raw(5)])
+    tracker.complete([raw(3).position])
+    assert tracker.commits()[P0].progress == left(4, 40, 5, 6, 30, crashes=1, until=40)
+
+
+def test_nothing_more_is_told_once_the_broker_knows_all_and_a_clean_end_is_always_told() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0, 3, None)
+    announced = [tracker.is_announced]
+    assert tracker.commits(is_clean=True) == {}, "of a partition where nothing was read nothing is known"
+    tracker.start([raw(3)])
+    announced.append(tracker.is_announced)
+    tracker.acknowledge(tracker.commits())
+    announced.append(tracker.is_announced)
+    assert announced == [True, False, True]
+    assert tracker.commits() == {}
+    ends = tracker.commits(is_clean=True)
+    assert ends[P0].progress == left(3, 4, clean=True)
+    tracker.acknowledge(ends)
+    assert tracker.commits()[P0].progress == left(3, 4), "the assignment goes on after all"
+
+
+def test_each_owner_that_dies_with_work_raises_the_count_until_all_of_that_work_is_complete() -> None:
+    progress = left(3, 3)
+    for num_crashes in range(4):
+        tracker = OffsetTracker()
+        tracker.assign(P0, 3, progress)
+        assert tracker.is_announced == (num_crashes == 0), "the count is told before anything can kill again"
+        if num_crashes:
+            assert tracker.commits()[P0].progress == left(3, 6, crashes=num_crashes, until=6)
+        tracker.start([raw(3), raw(4), raw(5)])
+        assert tracker.num_crashes(raw(5).position) == num_crashes
+        progress = tracker.commits()[P0].progress
+    tracker.start([raw(6)])
+    assert tracker.num_crashes(raw(6).position) == 0, "it was in no dead worker's hands"
+    tracker.complete([raw(3).position, raw(4).position])
+    assert tracker.commits()[P0].progress == left(5, 7, crashes=3, until=6)
+    handed_over = tracker.commits(is_clean=True)[P0].progress
+    after = OffsetTracker()
+    after.assign(P0, 5, handed_over)
+    after.start([raw(5), raw(6)])
+    assert after.num_crashes(raw(5).position) == 3, "a clean end is no crash, and forgets none"
+    tracker.complete([raw(5).position])
+    assert tracker.commits()[P0].progress == left(6, 7), "the suspects are through"
+
+
+def test_a_window_beyond_what_metadata_holds_is_told_as_far_as_it_goes() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0)
+    tracker.start([raw(offset) for offset in range(MAX_OFFSETS + 50)])
+    tracker.complete([raw(offset).position for offset in range(1, MAX_OFFSETS + 50)])
+    progress = tracker.commits()[P0].progress
+    assert list(progress.completed) == list(range(1, MAX_OFFSETS))
+    assert progress.started == MAX_OFFSETS + 50
+
+
+@given(
+    completed=st.sets(st.integers(0, 40)),
+    in_flight=st.sets(st.integers(0, 40)),
+    read_until=st.integers(0, 40),
+)
+def test_over_two_owners_no_offset_is_called_complete_that_was_not_and_none_is_forgotten(
+    completed: set[int], in_flight: set[int], read_until: int
+) -> None:
+    first = OffsetTracker()
+    first.assign(P0, 0)
+    first.start([raw(offset) for offset in range(41)])
+    first.complete([raw(offset).position for offset in completed - {40}])
+    progress = first.commits()[P0].progress
+    second = OffsetTracker()
+    second.assign(P0, progress.base, progress)
+    read = second.start([raw(offset) for offset in range(progress.base, max(read_until, progress.base + 1))])
+    second.complete([message.position for message in read if message.position.offset not in in_flight])
+    commit = second.commits()[P0]
+    done = completed - {40} | {m.position.offset for m in read if m.position.offset not in in_flight}
+    assert {*range(commit.offset), *commit.progress.completed} == done | set(range(commit.offset))
+    assert set(range(commit.offset)) <= done
 
 
 @given(
@@ -118,9 +238,12 @@ def test_in_any_order_of_completion_commits_grow_and_never_pass_a_document_in_fl
         tracker.complete([raw(offset).position])
         in_flight.remove(offset)
         for commit in tracker.commits().values():
-            assert commit.offset > committed
+            assert commit.offset >= committed
             assert all(offset >= commit.offset for offset in in_flight)
             committed = commit.offset
+            assert in_flight.isdisjoint(commit.progress.completed)
+            assert set(offsets) - in_flight <= {*range(committed), *commit.progress.completed}
+            assert commit.progress.started == offsets[-1] + 1
         tracker.acknowledge(tracker.commits())
         assert tracker.num_in_flight == tracker.num_bytes == len(in_flight)
     assert committed == offsets[-1] + 1

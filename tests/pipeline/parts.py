@@ -2,12 +2,12 @@
 
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.special_tokens import SpecialToken, SpecialTokenSplitter
-from schemas.document import Document, DocumentMessage, Identity, RejectedDocument, SourcePosition
+from schemas.document import Assignment, Document, DocumentMessage, Identity, RejectedDocument, SourcePosition
 from schemas.errors import Failure, FailureCode, SourceError, Stage
 from schemas.inference import EngineInfo
 
@@ -81,6 +81,10 @@ class MemorySource:
 
     def __init__(self, documents: Sequence[Document | RejectedDocument] = ()) -> None:
         self.completed: list[int] = []  # offsets, in the order of completion
+        self.handed_back: list[int] = []
+        self.skipped: Counter[Assignment] = Counter()
+        self.started = 0  # one past the highest offset that an earlier owner had
+        self.crashes: dict[int, int] = {}  # offset -> workers that died with it
         self.dead_letters: list[tuple[SourcePosition, Failure]] = []
         self.epoch = 1
         self.holds_dead_letters = False
@@ -119,6 +123,21 @@ class MemorySource:
         with self._lock:
             self.completed += [position.offset for position in positions if self.is_current(position)]
             self._in_flight.difference_update(positions)
+
+    def hand_back(self, positions: Sequence[SourcePosition]) -> None:
+        with self._lock:
+            self.handed_back += [position.offset for position in positions if self.is_current(position)]
+            self._in_flight.difference_update(positions)
+
+    def take_skipped(self) -> Counter[Assignment]:
+        skipped, self.skipped = self.skipped, Counter()
+        return skipped
+
+    def started_before(self, position: SourcePosition) -> int:
+        return self.started
+
+    def num_crashes(self, position: SourcePosition) -> int:
+        return self.crashes.get(position.offset, 0)
 
     def is_current(self, position: SourcePosition) -> bool:
         return position.epoch == self.epoch
