@@ -20,10 +20,19 @@ def quantise_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def add_rms_norm_fp8_reference(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(e4m3 of the normed sum, its scales (num_rows, 1), the sum in x's dtype); without a residual the sum is x."""
-    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    """(e4m3 of the normed sum, its scales (num_rows, 1), the sum); without a residual the sum is x.
+
+    `scales`: x is a product yet to be scaled, by rows (num_rows, 1) and by columns (1, num_cols).
+    """
+    if scales is not None:
+        x = x.float() * scales[0] * scales[1]
+    total = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     f = total.float()
     normed = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()
     quantised, scale = quantise_rows_reference(normed)
@@ -54,13 +63,15 @@ def _quantise_rows_kernel(x_ptr, out_ptr, scale_ptr, x_stride, num_cols, BLOCK: 
 
 @triton.jit
 def _add_rms_norm_fp8_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, sum_ptr, x_stride, num_cols, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, sum_ptr, row_scale_ptr, col_scale_ptr, x_stride, num_cols, eps,
+    ADD: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < num_cols
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if SCALE:
+        x = x * tl.load(row_scale_ptr + row) * tl.load(col_scale_ptr + cols, mask=mask, other=0.0)
     if ADD:
         x += tl.load(residual_ptr + row * num_cols + cols, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
@@ -74,24 +85,32 @@ def _add_rms_norm_fp8_kernel(
 
 
 @triton.jit
-def _silu_and_multiply_fp8_kernel(in_ptr, out_ptr, scale_ptr, in_stride, num_cols, BLOCK: tl.constexpr):
-    # Two passes: a row of 2 x 18,944 does not fit registers; the second reads it from the cache.
+def _gated(in_ptr, cols, num_cols):
+    mask = cols < num_cols
+    gate = tl.load(in_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(in_ptr + num_cols + cols, mask=mask, other=0.0).to(tl.float32)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _silu_and_multiply_fp8_kernel(
+    in_ptr, out_ptr, scale_ptr, in_stride, num_cols, BLOCK: tl.constexpr, REST: tl.constexpr
+):
+    # The whole row in registers, in two parts, since a row of 18,944 would leave two fifths of one power of two idle.
     row = tl.program_id(0).to(tl.int64)
     in_ptr += row * in_stride
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, num_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < num_cols
-        gate = tl.load(in_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(in_ptr + num_cols + cols, mask=mask, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(gate * tl.sigmoid(gate) * up))
-    scale = _scale_of(tl.max(largest, axis=0))
-    for start in range(0, num_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < num_cols
-        gate = tl.load(in_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(in_ptr + num_cols + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * num_cols + cols, (gate * tl.sigmoid(gate) * up / scale).to(tl.float8e4nv), mask=mask)
+    out_ptr += row * num_cols
+    cols = tl.arange(0, BLOCK)
+    first = _gated(in_ptr, cols, num_cols)
+    largest = tl.max(tl.abs(first), axis=0)
+    if REST > 0:
+        rest_cols = BLOCK + tl.arange(0, REST)
+        rest = _gated(in_ptr, rest_cols, num_cols)
+        largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=0))
+    scale = _scale_of(largest)
+    tl.store(out_ptr + cols, (first / scale).to(tl.float8e4nv), mask=cols < num_cols)
+    if REST > 0:
+        tl.store(out_ptr + rest_cols, (rest / scale).to(tl.float8e4nv), mask=rest_cols < num_cols)
     tl.store(scale_ptr + row, scale)
 
 
@@ -114,18 +133,24 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One program a row; as `add_rms_norm_fp8_reference`."""
     num_rows, num_cols = x.shape
     assert x.stride(1) == 1, f"last dimension has stride {x.stride(1)}"
     assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
+    assert scales is None or residual is not None, "a product that is yet to be scaled is added to something"
     out, scale = _outputs(num_rows, num_cols, x.device)
     total = x if residual is None else torch.empty_like(residual)
+    row_scale, col_scale = scales if scales is not None else (None, None)
     if num_rows:
         _add_rms_norm_fp8_kernel[(num_rows,)](
-            x, residual, weight, out, scale, total, x.stride(0), num_cols, eps,
-            ADD=residual is not None, BLOCK=triton.next_power_of_2(num_cols), num_warps=8,
+            x, residual, weight, out, scale, total, row_scale, col_scale, x.stride(0), num_cols, eps,
+            ADD=residual is not None, SCALE=scales is not None, BLOCK=triton.next_power_of_2(num_cols), num_warps=8,
         )  # fmt: skip
     return out, scale, total
 
@@ -136,9 +161,11 @@ def silu_and_multiply_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     assert gate_up.stride(1) == 1, f"last dimension has stride {gate_up.stride(1)}"
     out, scale = _outputs(num_rows, twice // 2, gate_up.device)
     if num_rows:
-        block = min(4096, triton.next_power_of_2(twice // 2))
+        num_cols = twice // 2
+        block = 1 << (num_cols.bit_length() - 1)
+        rest = triton.next_power_of_2(num_cols - block) if num_cols > block else 0
         _silu_and_multiply_fp8_kernel[(num_rows,)](
-            gate_up, out, scale, gate_up.stride(0), twice // 2, BLOCK=block, num_warps=8
+            gate_up, out, scale, gate_up.stride(0), num_cols, BLOCK=block, REST=rest, num_warps=16
         )  # fmt: skip
     return out, scale
 
@@ -162,3 +189,12 @@ def fp8_linear(
     return torch._scaled_mm(
         x, weight.t(), scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=True
     )
+
+
+def fp8_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    """x (num_rows, in) e4m3 times weight (out, in) e4m3, not scaled: (num_rows, out) bf16, whose range holds it.
+
+    `one`: a float32 1 on the device. Faster than `fp8_linear` below some thousand rows; the scales by rows and columns
+    are left to whatever reads the product.
+    """
+    return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -14,7 +14,7 @@ from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig
 from engine.models.heads import LanguageModelHead
-from engine.models.precision import PlainPrecision, Precision, Product
+from engine.models.precision import Gated, PlainPrecision, Precision, Product
 from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan
@@ -33,7 +33,7 @@ class _Layer:
     key_norm: torch.Tensor | None
     output: Product[Any]
     mlp_norm: torch.Tensor
-    gate_up: Product[Any]
+    gate_up: Gated[Any]
     down: Product[Any]
     window: int | None
 
@@ -58,7 +58,7 @@ class Decoder:
         self.device = device
         self.num_tokens = num_tokens
         self.num_positions = num_positions
-        self._precision = precision or PlainPrecision()
+        self._precision: Precision[Any] = precision or PlainPrecision()
         self._scale = config.head_size**-0.5
         self._layers: list[_Layer] = []
         pending: dict[str, torch.Tensor] = {}
@@ -112,9 +112,11 @@ class Decoder:
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
             attended = self._attend(layer, layer_id, layer.qkv(hidden), batch, cache, plan)
-            hidden, residual = self._feed_forward(layer, attended, residual)
+            gated, residual = self._feed_forward(layer, attended, residual)
             following = self._layers[layer_id + 1].attention_norm
-            hidden, residual = self._precision.add_norm(hidden, residual, following, self.config.rms_norm_eps)
+            hidden, residual = self._precision.add_norm(
+                layer.down, gated, residual, following, self.config.rms_norm_eps
+            )
         last = len(self._layers) - 1
         return self._attend(self._layers[last], last, self._layers[last].qkv(hidden), batch, cache, plan), residual
 
@@ -124,8 +126,9 @@ class Decoder:
         """(num_sampling_rows, hidden_size) from `attend_all`'s result; None: of every token."""
         if logits_indices is not None:
             attended, residual = attended[logits_indices], residual[logits_indices]
-        hidden, residual = self._feed_forward(self._layers[-1], attended, residual)
-        hidden, _ = add_rms_norm(hidden, residual, self._final_norm, self.config.rms_norm_eps)
+        gated, residual = self._feed_forward(self._layers[-1], attended, residual)
+        down = self._layers[-1].down(gated)
+        hidden, _ = add_rms_norm(down, residual, self._final_norm, self.config.rms_norm_eps)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -140,14 +143,13 @@ class Decoder:
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
 
-    def _feed_forward(
-        self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From a layer's attention to its end, the last addition left to the norm that follows: (addend, residual)."""
+    def _feed_forward(self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """From a layer's attention to its last product, which is left to what follows: (its input, the residual)."""
         precision = self._precision
-        hidden = layer.output(precision.enter(attended))
-        hidden, residual = precision.add_norm(hidden, residual, layer.mlp_norm, self.config.rms_norm_eps)
-        return layer.down(precision.silu_and_multiply(layer.gate_up(hidden))), residual
+        hidden, residual = precision.add_norm(
+            layer.output, precision.enter(attended), residual, layer.mlp_norm, self.config.rms_norm_eps
+        )
+        return layer.gate_up(hidden), residual
 
     def _rotate_and_write(
         self, layer: _Layer, qkv: torch.Tensor, batch: ForwardBatch, keys: torch.Tensor, values: torch.Tensor
@@ -185,7 +187,7 @@ class Decoder:
             key_norm=vector("key_norm.weight"),
             output=product("output"),
             mlp_norm=pending.pop(f"layers.{layer_id}.mlp_norm.weight"),
-            gate_up=product("gate_up"),
+            gate_up=self._precision.gated(pending.pop(f"layers.{layer_id}.gate_up.weight"), vector("gate_up.bias")),
             down=product("down"),
             window=self.config.windows[layer_id],
         )

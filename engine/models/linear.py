@@ -7,6 +7,9 @@ The layout is chosen once, at load: F.linear reorders the weight in each call in
 import torch
 from torch.nn import functional
 
+from kernels.activation import silu_and_multiply, silu_and_multiply_interleaved
+from kernels.gated_product import GatedProduct, interleave_gate_up, supports_gated_product
+
 _PACKABLE = (torch.float32, torch.bfloat16)
 
 
@@ -27,3 +30,32 @@ class Linear:
         if self._is_packed:
             return x.new_empty((0, self._weight.shape[0]))
         return functional.linear(x, self._weight, self._bias)
+
+    @property
+    def can_add(self) -> bool:
+        """Whether the product's own epilogue can do an addition (`add_to`)."""
+        return self._weight.is_cuda and self._bias is None
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual (num_tokens, out_features) += x @ weight.T, in place, rounded once."""
+        assert self.can_add
+        residual.addmm_(x, self._weight.t())
+
+
+class GatedLinear:
+    """silu(x @ gate.T) * (x @ up.T). x is (num_tokens, in_features); the result is (num_tokens, out_features / 2)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """weight (out_features, in_features): gate's rows, then up's."""
+        self._fused: GatedProduct | None = None
+        if bias is None and supports_gated_product(weight):
+            weight = interleave_gate_up(weight)
+            self._fused = GatedProduct(weight)
+        self._linear = Linear(weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fused is None:
+            return silu_and_multiply(self._linear(x))
+        if self._fused.is_fast(x.shape[0]):
+            return self._fused(x)
+        return silu_and_multiply_interleaved(self._linear(x))

@@ -5,13 +5,12 @@ operations here know which. The language model head and the residual stream stay
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from engine.models.linear import Linear
-from kernels.activation import silu_and_multiply
-from kernels.fp8 import add_rms_norm_fp8, fp8_linear, quantise_rows, quantise_weight, silu_and_multiply_fp8
+from engine.models.linear import GatedLinear, Linear
+from kernels.fp8 import add_rms_norm_fp8, fp8_linear, fp8_product, quantise_rows, quantise_weight, silu_and_multiply_fp8
 from kernels.norm import add_rms_norm, rms_norm
 
 A = TypeVar("A")
@@ -24,11 +23,21 @@ class Product(Protocol[A_contra]):
     def __call__(self, x: A_contra, /) -> torch.Tensor: ...
 
 
+class Gated(Protocol[A]):
+    """A gated feed-forward layer's first product, and its gate."""
+
+    def __call__(self, x: A, /) -> A: ...
+
+
 class Precision(Protocol[A]):
     """How activations enter the products of one decoder."""
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product[A]:
         """Takes weight (out_features, in_features) in the model's dtype, in the form that the product reads."""
+        ...
+
+    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated[A]:
+        """The same of weight (2 * n, in_features), gate's rows and then up's: a product with SiLU-and-multiply."""
         ...
 
     def enter(self, x: torch.Tensor) -> A:
@@ -38,12 +47,10 @@ class Precision(Protocol[A]):
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> A: ...
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, product: Any, x: A, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[A, torch.Tensor]:
-        """(normed x + residual, x + residual)."""
+        """(the normed sum, the sum) of the residual and one of our products of x. The residual may be overwritten."""
         ...
-
-    def silu_and_multiply(self, gate_up: torch.Tensor) -> A: ...
 
 
 class PlainPrecision:
@@ -52,6 +59,9 @@ class PlainPrecision:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return Linear(weight, bias)
 
+    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> GatedLinear:
+        return GatedLinear(weight, bias)
+
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -59,12 +69,12 @@ class PlainPrecision:
         return rms_norm(x, weight, eps)
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, product: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return silu_and_multiply(gate_up)
+        if not product.can_add:
+            return add_rms_norm(product(x), residual, weight, eps)
+        product.add_to(residual, x)
+        return rms_norm(residual, weight, eps), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,11 @@ class Fp8Rows:
     scale: torch.Tensor
 
 
+# Up to so many rows a product without scales is the faster one, and the norm behind it can apply them: 33 against 51
+# microseconds at 256 rows of the 7B shape's down, 108 against 116 at 1,024, 233 against 226 at 2,048 (an H200).
+_MAX_ROWS_UNSCALED = 1024
+
+
 class Fp8Product:
     """An e4m3 weight with a scale an output channel, times e4m3 rows with a scale each."""
 
@@ -82,6 +97,14 @@ class Fp8Product:
         self._weight, self._scale = quantise_weight(weight)
         self._bias = bias
         self._out_dtype = weight.dtype
+        self._one = torch.ones((), device=weight.device)
+
+    def unscaled(self, x: Fp8Rows) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """The product, and the scales by rows and by columns that it lacks, if any."""
+        can_wait = self._bias is None and self._out_dtype == torch.bfloat16
+        if can_wait and 0 < x.values.shape[0] <= _MAX_ROWS_UNSCALED:
+            return fp8_product(x.values, self._weight, self._one), (x.scale, self._scale)
+        return self(x), None
 
     def __call__(self, x: Fp8Rows) -> torch.Tensor:
         return fp8_linear(x.values, x.scale, self._weight, self._scale, self._bias, self._out_dtype)
@@ -93,6 +116,10 @@ class Fp8Precision:
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Fp8Product:
         return Fp8Product(weight, bias)
 
+    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated[Fp8Rows]:
+        product = Fp8Product(weight, bias)
+        return lambda x: Fp8Rows(*silu_and_multiply_fp8(product(x)))
+
     def enter(self, x: torch.Tensor) -> Fp8Rows:
         return Fp8Rows(*quantise_rows(x))
 
@@ -101,10 +128,8 @@ class Fp8Precision:
         return Fp8Rows(values, scale)
 
     def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, product: Fp8Product, x: Fp8Rows, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[Fp8Rows, torch.Tensor]:
-        values, scale, total = add_rms_norm_fp8(x, residual, weight, eps)
+        summand, scales = product.unscaled(x)
+        values, scale, total = add_rms_norm_fp8(summand, residual, weight, eps, scales)
         return Fp8Rows(values, scale), total
-
-    def silu_and_multiply(self, gate_up: torch.Tensor) -> Fp8Rows:
-        return Fp8Rows(*silu_and_multiply_fp8(gate_up))

@@ -25,7 +25,7 @@ def test_nothing_waiting_asks_for_nothing() -> None:
 def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
     pace = BacklogPace()
     pace.waits(90_000, 10)
-    chunks = []
+    chunks: list[int] = []
     for step in range(90):
         chunk = pace.next_chunk({}, num_steps=100 - step, num_decodes=48)
         assert chunk is not None

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from kernels.activation import silu_and_multiply, silu_and_multiply_reference, silu_and_multiply_triton
+from kernels.activation import (
+    silu_and_multiply,
+    silu_and_multiply_interleaved,
+    silu_and_multiply_interleaved_reference,
+    silu_and_multiply_reference,
+    silu_and_multiply_triton,
+)
+from kernels.gated_product import fill_of, interleave_gate_up
 from kernels.norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -146,3 +153,24 @@ def test_scores_of_rotated_heads_depend_on_the_distance_only() -> None:
 
     assert score(9, 4) == pytest.approx(score(60, 55), abs=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 80), (2, 2050), (0, 64)])
+def test_silu_and_multiply_of_alternating_columns(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    wide = random(shape[0], shape[1] + 6, dtype=dtype)
+    for gate_up in (random(*shape, dtype=dtype), wide[:, : shape[1]]):
+        assert_close(silu_and_multiply_interleaved(gate_up), silu_and_multiply_interleaved_reference(gate_up))
+
+
+def test_alternating_rows_give_the_same_as_one_half_behind_the_other() -> None:
+    x, weight = random(3, 8), random(10, 8, seed=1)
+    halves = silu_and_multiply_reference(x @ weight.t())
+    assert_close(silu_and_multiply_interleaved_reference(x @ interleave_gate_up(weight).t()), halves)
+
+
+def test_a_tile_waves_fill_counts_what_is_computed_for_nothing() -> None:
+    assert fill_of(256, 192 * 66, 132) == 1.0  # two rows of 66 tiles: one wave
+    assert fill_of(128, 192 * 66, 132) == 0.5
+    assert fill_of(257, 192 * 66, 132) == pytest.approx(257 / 512)  # a second wave for one row
+    assert fill_of(0, 192, 132) == 0.0

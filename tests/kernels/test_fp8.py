@@ -64,8 +64,20 @@ def test_add_and_norm_quantises_the_normed_sum_and_returns_the_sum(dtype: torch.
     assert_same_rows(out, scale, expected, expected_scale, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_add_and_norm_scales_a_product_by_rows_and_columns_first() -> None:
+    torch.manual_seed(3)
+    product = (torch.randn(5, 144, device=DEVICE) * 1e6).bfloat16()
+    residual = torch.randn(5, 144, device=DEVICE)
+    weight = torch.randn(144, device=DEVICE).bfloat16()
+    scales = torch.rand(5, 1, device=DEVICE) * 1e-3, torch.rand(1, 144, device=DEVICE) * 1e-3
+    out, scale, total = add_rms_norm_fp8(product, residual, weight, 1e-6, scales)
+    expected, expected_scale, expected_total = add_rms_norm_fp8_reference(product, residual, weight, 1e-6, scales)
+    torch.testing.assert_close(total, expected_total, rtol=1e-6, atol=1e-6)
+    assert_same_rows(out, scale, expected, expected_scale)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_cols", [1, 100, 5000])
+@pytest.mark.parametrize("num_cols", [1, 100, 5000, 4096])
 def test_silu_and_multiply_quantises_rows_longer_than_one_block(dtype: torch.dtype, num_cols: int) -> None:
     torch.manual_seed(2)
     gate_up = torch.randn(3, 2 * num_cols, device=DEVICE).to(dtype)
