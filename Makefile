@@ -10,11 +10,12 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-gpu check format model install clean bench-%
+.PHONY: help demo test chaos test-long test-gpu check format model install clean bench-%
 
 help:
 	@echo "make demo            install, fetch a small model, and answer questions about the installed packages"
 	@echo "make test            all tests but the long ones; with a JDK 21+ and Maven also those on real servers"
+	@echo "make chaos           rounds of random faults on real servers and workers, for SECONDS=300 or ROUNDS=n, SEED=n"
 	@echo "make test-long       the long tests"
 	@echo "make test-gpu        the tests that need a CUDA device"
 	@echo "make check           ruff, mypy strict, layers"
@@ -32,6 +33,11 @@ test: $(VENV)/installed-dev model
 
 test-long: $(VENV)/installed-dev model
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 3600
+
+# As many rounds as fit into SECONDS; or ROUNDS of them; SEED alone replays that round. Needs a JDK and Maven.
+SECONDS ?= 300
+chaos: $(VENV)/installed-dev
+	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED))
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu

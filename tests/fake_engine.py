@@ -152,37 +152,43 @@ class FakeEngine:
         )
 
 
-def main(arguments: Sequence[str]) -> int:
+def parse_behaviour(options: Sequence[str]) -> Behaviour:
+    """From `--field value` pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in ((name, getattr(Behaviour(), name)) for name in Behaviour.__slots__):
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
-    parser.add_argument("descriptor", type=int)
-    options = vars(parser.parse_args(arguments))
-    descriptor = options.pop("descriptor")
-    behaviour = Behaviour(**options)
+    return Behaviour(**vars(parser.parse_args(options)))
 
-    def load(model: ModelSettings, engine: EngineSettings, progress: process.Progress) -> tuple[FakeEngine, EngineInfo]:
-        progress("weights", 0.0)
-        time.sleep(behaviour.load_seconds)
-        if behaviour.model_error:
-            raise ModelError(behaviour.model_error)
-        if behaviour.settings_error:
-            raise SettingsError(behaviour.settings_error)
-        progress("weights", 1.0)
-        info = EngineInfo(
-            model=model.name or "fake",
-            identity=IDENTITY,
-            weights="fake",
-            vocab_size=VOCAB_SIZE,
-            max_model_len=model.max_model_len or MAX_MODEL_LEN,
-            block_size=engine.block_size,
-            kv_cache_tokens=engine.kv_cache_tokens,
-            device="cpu",
-            start_seconds={"weights": behaviour.load_seconds},
-        )
-        return FakeEngine(behaviour), info
 
-    return process.run(descriptor, load)
+def load(
+    behaviour: Behaviour, model: ModelSettings, engine: EngineSettings, progress: process.Progress
+) -> tuple[FakeEngine, EngineInfo]:
+    """What the real engine's loading does, as this behaviour has it."""
+    progress("weights", 0.0)
+    time.sleep(behaviour.load_seconds)
+    if behaviour.model_error:
+        raise ModelError(behaviour.model_error)
+    if behaviour.settings_error:
+        raise SettingsError(behaviour.settings_error)
+    progress("weights", 1.0)
+    info = EngineInfo(
+        model=model.name or "fake",
+        identity=IDENTITY,
+        weights="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=model.max_model_len or MAX_MODEL_LEN,
+        block_size=engine.block_size,
+        kv_cache_tokens=engine.kv_cache_tokens,
+        device="cpu",
+        start_seconds={"weights": behaviour.load_seconds},
+    )
+    return FakeEngine(behaviour), info
+
+
+def main(arguments: Sequence[str]) -> int:
+    *options, descriptor = arguments
+    behaviour = parse_behaviour(options)
+    return process.run(int(descriptor), lambda *given: load(behaviour, *given))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.demo import free_port, parse_metrics, to_toml
 
+COMMAND = (sys.executable, "-m", "pipeline.cli")
 PATIENCE_SECONDS = 90.0  # of waits that end much sooner where all is well
 
 
@@ -24,9 +25,14 @@ def wait_until(what: str, holds: Callable[[], bool], patience_seconds: float = P
 
 
 class WorkerProcess:
-    """`pagemill worker` in a folder of its own, with its settings in pagemill.toml there."""
+    """`pagemill worker` in a folder of its own, with its settings in pagemill.toml there.
 
-    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any], *arguments: str) -> None:
+    `command` is what takes the place of `pagemill`.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, settings: Mapping[str, Any], *arguments: str, command: Sequence[str] = COMMAND
+    ) -> None:
         self.name = name
         self.port = free_port()
         self._log = folder / f"{name}.log"
@@ -37,7 +43,7 @@ class WorkerProcess:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PAGEMILL_")}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.cli", "worker", *arguments],
+                [*command, "worker", *arguments],
                 cwd=home,
                 env={**environment, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -53,6 +59,11 @@ class WorkerProcess:
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal's number where one ended it."""
+        return self._process.poll()
 
     @property
     def is_running(self) -> bool:

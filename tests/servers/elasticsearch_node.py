@@ -21,12 +21,12 @@ class ElasticsearchNode(Server):
 
     def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
         self.directory = directory
-        self._port, transport_port = free_ports(2)
+        self.port, transport_port = free_ports(2)
         java_home, target = find_jdk(), build_server("elasticsearch")
         defaults = {
             "discovery.type": "single-node",
             "path.data": str(directory / "data"),
-            "http.port": str(self._port),
+            "http.port": str(self.port),
             "transport.port": str(transport_port),
             "cluster.name": "pagemill-test",
             "cluster.routing.allocation.disk.threshold_enabled": "false",  # a test machine's disk may be nearly full
@@ -54,7 +54,7 @@ class ElasticsearchNode(Server):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://127.0.0.1:{self.port}"
 
     def _answers(self) -> bool:
         try:

@@ -1,0 +1,95 @@
+"""An engine process that records which prompts it has answered: `python -m tests.chaos.engine RECORD ENGINE ... FD`.
+
+ENGINE is `real`, or `fake` with that one's options. What is computed twice is seen here and nowhere else.
+"""
+
+import hashlib
+import os
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine import process
+from engine.process import Progress, ServedEngine
+from schemas.inference import (
+    EngineInfo,
+    EngineSettings,
+    EngineStats,
+    InferenceOutput,
+    InferenceRequest,
+    ModelSettings,
+)
+from tests import fake_engine
+
+_PROOF_TOKEN_IDS = (0,)  # of the worker's own first request, which belongs to no document
+_DIGEST_BYTES = 8
+
+
+class RecordingEngine:
+    """Passes everything on to an engine, and appends a line to the record for each prompt that it has answered."""
+
+    def __init__(self, engine: ServedEngine, record: Path) -> None:
+        self._engine = engine
+        self._lines: dict[int, bytes] = {}  # request id -> its line
+        self._descriptor = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def add_request(self, request: InferenceRequest) -> None:
+        if tuple(request.token_ids) != _PROOF_TOKEN_IDS:
+            prompt = array("i", request.token_ids).tobytes()
+            self._lines[request.request_id] = hashlib.blake2b(prompt, digest_size=_DIGEST_BYTES).hexdigest().encode()
+        self._engine.add_request(request)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self._engine.abort(request_ids)
+
+    def step(self) -> list[InferenceOutput]:
+        outputs = self._engine.step()
+        ended = [(self._lines.pop(output.request_id, None), output) for output in outputs]
+        answered = [line for line, output in ended if line and not output.failure and output.finish_reason != "abort"]
+        if answered:
+            os.write(self._descriptor, b"\n".join([*answered, b""]))
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        return self._engine.has_unfinished()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+
+class Record:
+    """The lines that all engines of a round have written so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def num_answers(self) -> int:
+        return self.path.stat().st_size // (2 * _DIGEST_BYTES + 1) if self.path.exists() else 0
+
+    def num_answered_again(self) -> int:
+        """Answers beyond the first one to each prompt."""
+        lines = self.path.read_bytes().split() if self.path.exists() else []
+        return len(lines) - len(set(lines))
+
+
+def main(arguments: Sequence[str]) -> int:
+    record, kind, *options, descriptor = arguments
+    behaviour = fake_engine.parse_behaviour(options)
+
+    def load(model: ModelSettings, settings: EngineSettings, progress: Progress) -> tuple[ServedEngine, EngineInfo]:
+        engine: ServedEngine
+        if kind == "real":
+            from engine.loading import load_engine  # imports torch
+
+            engine, info = load_engine(model, settings, progress)
+        else:
+            engine, info = fake_engine.load(behaviour, model, settings, progress)
+        return RecordingEngine(engine, Path(record)), info
+
+    return process.run(int(descriptor), load)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""A round of chaos as a pure function of its seed: the documents, their ends, and which faults come when.
+
+Nothing here runs anything. A change of what is drawn changes every round: the rounds that are kept by their seeds in
+`test_kept_rounds.py` are then others.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from random import Random
+from typing import Any
+
+from schemas.errors import FailureCode
+from tests.e2e.documents import BAD, Sent, document
+
+MAX_DOCUMENT_BYTES = 400_000
+MAX_BODY_BYTES = 256 * 1024  # of one request that the node takes: a row past it can never be stored
+SESSION_SECONDS = 4.0
+REAL_ENGINE_EVERY = 10
+
+
+class FaultKind(StrEnum):
+    """What happens. "A while" is the fault's `seconds`."""
+
+    KILL_WORKER = "kill -9 of a worker; another one starts"
+    STOP_WORKER = "SIGTERM to a worker; another one starts"
+    LEAVE = "SIGTERM to a worker; the others take over"
+    JOIN = "one more worker"
+    FREEZE_WORKER = "a worker frozen for a while, within its session"
+    OUST_WORKER = "a worker frozen until its session is over"
+    KILL_ENGINE = "kill -9 of an engine"
+    FREEZE_ENGINE = "an engine frozen for a while"
+    KILL_BROKER = "kill -9 of the broker, gone for a while"
+    FREEZE_BROKER = "the broker frozen for a while"
+    KILL_NODE = "kill -9 of the node, gone for a while"
+    FREEZE_NODE = "the node frozen for a while"
+    CUT_KAFKA = "all connections to the broker reset"
+    REFUSE_KAFKA = "the broker refuses connections for a while"
+    SLOW_KAFKA = "the way to the broker slow for a while"
+    SWALLOW_KAFKA = "the broker's answers lost for a while"
+    CUT_KAFKA_REQUEST = "a connection reset within a request to the broker"
+    CUT_KAFKA_ANSWER = "a connection reset within an answer of the broker"
+    CUT_NODE = "all connections to the node reset"
+    REFUSE_NODE = "the node refuses connections for a while"
+    SLOW_NODE = "the way to the node slow for a while"
+    SWALLOW_NODE = "the node's answers lost for a while, past the request's time-out"
+    CUT_NODE_REQUEST = "a connection reset within a request to the node"
+    CUT_NODE_ANSWER = "a connection reset within an answer of the node"
+    BLOCK_DISK = "the index blocked for a while, as by a full disk"
+    BLOCK_WRITES = "the index blocked for a while, by an operator"
+    PRESSURE = "other clients fill the node's small queues for a while"
+
+
+@dataclass(frozen=True, slots=True)
+class _Odds:
+    weight: int
+    seconds: tuple[float, float] = (0.0, 0.0)  # how long it lasts, from and to
+
+
+# What costs a server's start comes seldom, so that rounds stay fast.
+_ODDS = {
+    FaultKind.KILL_WORKER: _Odds(10),
+    FaultKind.STOP_WORKER: _Odds(6),
+    FaultKind.LEAVE: _Odds(5),
+    FaultKind.JOIN: _Odds(6),
+    FaultKind.FREEZE_WORKER: _Odds(5, (0.3, SESSION_SECONDS / 2)),
+    FaultKind.OUST_WORKER: _Odds(4, (SESSION_SECONDS + 1, SESSION_SECONDS + 3)),
+    FaultKind.KILL_ENGINE: _Odds(10),
+    FaultKind.FREEZE_ENGINE: _Odds(3, (0.3, 2.0)),
+    FaultKind.KILL_BROKER: _Odds(2, (0.0, 2.0)),
+    FaultKind.FREEZE_BROKER: _Odds(4, (0.3, 3.0)),
+    FaultKind.KILL_NODE: _Odds(2, (0.0, 2.0)),
+    FaultKind.FREEZE_NODE: _Odds(4, (0.3, 5.0)),
+    FaultKind.CUT_KAFKA: _Odds(4),
+    FaultKind.REFUSE_KAFKA: _Odds(4, (0.3, 3.0)),
+    FaultKind.SLOW_KAFKA: _Odds(3, (0.3, 2.0)),
+    FaultKind.SWALLOW_KAFKA: _Odds(4, (0.3, 3.0)),
+    FaultKind.CUT_KAFKA_REQUEST: _Odds(4),
+    FaultKind.CUT_KAFKA_ANSWER: _Odds(4),
+    FaultKind.CUT_NODE: _Odds(4),
+    FaultKind.REFUSE_NODE: _Odds(4, (0.3, 3.0)),
+    FaultKind.SLOW_NODE: _Odds(3, (0.3, 2.0)),
+    FaultKind.SWALLOW_NODE: _Odds(5, (0.3, 5.0)),
+    FaultKind.CUT_NODE_REQUEST: _Odds(5),
+    FaultKind.CUT_NODE_ANSWER: _Odds(5),
+    FaultKind.BLOCK_DISK: _Odds(5, (0.3, 3.0)),
+    FaultKind.BLOCK_WRITES: _Odds(4, (0.3, 3.0)),
+    FaultKind.PRESSURE: _Odds(6, (0.3, 2.0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. It comes by the round's progress, so that a replay meets the same state."""
+
+    kind: FaultKind
+    after_answers: int  # computed by any engine of the round
+    seconds: float
+    victim: int  # which worker: this number modulo those that run
+    num_bytes: int  # where a connection is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """All that a round is made of."""
+
+    seed: int
+    has_real_engine: bool
+    num_partitions: int
+    num_shards: int
+    num_workers: int  # at the start
+    max_in_flight: int  # documents of one worker
+    bulk_documents: int
+    flush_seconds: float
+    requests_per_step: int  # of the engine, and it steps 50 times a second at the most
+    sent: tuple[Sent, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def num_answers(self) -> int:
+        """Documents that an engine answers at least once: the others end before it."""
+        before_it = {*FailureCode} - {FailureCode.INVALID_OUTPUT, FailureCode.SINK_REJECTED}
+        return sum(one.expected not in before_it for one in self.sent)
+
+
+def make_round(seed: int) -> Round:
+    """The round of this seed, the same at every call."""
+    random = Random(seed)
+    has_real_engine = seed % REAL_ENGINE_EVERY == 0
+    num_partitions = random.randint(1, 6)
+    sent = _make_documents(random, random.randint(60, 150) if has_real_engine else random.randint(500, 3000), seed)
+    sent = [replace(one, partition=random.randrange(num_partitions)) for one in sent]
+    drawn = Round(
+        seed=seed,
+        has_real_engine=has_real_engine,
+        num_partitions=num_partitions,
+        num_shards=random.choice((1, 1, 2, 6)),
+        num_workers=random.randint(1, 2) if has_real_engine else random.randint(1, 3),
+        max_in_flight=random.choice((16, 32, 64, 128, 256)),
+        bulk_documents=random.choice((20, 100, 1000)),
+        flush_seconds=random.choice((0.05, 0.1, 0.2)),
+        requests_per_step=random.choice((4, 8, 16)),
+        sent=tuple(_with_later_ones(random, sent)),
+        faults=(),
+    )
+    return _with_faults(drawn, random)
+
+
+def _with_faults(drawn: Round, random: Random) -> Round:
+    num_faults = random.randint(1, 2) if drawn.has_real_engine else random.randint(1, 5)
+    kinds = random.choices(list(_ODDS), [odds.weight for odds in _ODDS.values()], k=num_faults)
+    faults = [
+        Fault(
+            kind=kind,
+            after_answers=random.randrange(int(0.9 * drawn.num_answers)),
+            seconds=round(random.uniform(*_ODDS[kind].seconds), 2),
+            victim=random.randrange(12),
+            num_bytes=int(10 ** random.uniform(1, 5)),
+        )
+        for kind in kinds
+    ]
+    return replace(drawn, faults=tuple(sorted(faults, key=lambda fault: fault.after_answers)))
+
+
+# Every prompt holds its document's number: an engine's record of what it has computed then tells documents apart.
+_GOOD: tuple[Callable[[int], dict[str, Any]], ...] = (
+    lambda i: {"prompt": f"document number {i}"},
+    lambda i: {"prompt_token_ids": [1 + i % 200, 1 + i // 200, *[1 + (i * 7 + k) % 200 for k in range(i % 40)]]},
+    lambda i: {"task": "echo", "fields": {"text": f"word {i}", "unused": [i, None]}},
+    lambda i: {"task": "echo", "fields": {"text": f"a NUL \0 in {i}"}},
+    lambda i: {"task": "sentiment", "fields": {"text": f"thing {i}"}},
+    lambda i: {"task": "long", "fields": {"text": f"{i} and on " * 60}},
+    lambda i: {"prompt": f"<|im_end|> </s> ü 漢 🙂 {i}", "metadata": {"deep": {"n": i}, "": [1, {"a.b": None}]}},
+    lambda i: {"prompt": f"soon {i}", "priority": i % 21 - 10, "deadline": "2100-01-01T00:00:00+02:00"},
+    lambda i: {"prompt": f"nothing asked {i}", "sampling": {"max_tokens": 0}},
+    lambda i: {"prompt": f"drawn {i}", "sampling": {"temperature": 1.0, "top_k": 5, "logprobs": 2, "max_tokens": 3}},
+    lambda i: {"prompt": f"until {i}", "sampling": {"stop": ["e"], "ignore_eos": True, "max_tokens": 6}},
+    lambda i: {"prompt": f"with much beside it {i}", "metadata": {"much": "x" * (1000 + i * 997 % 20_000)}},
+)
+
+
+def _make_documents(random: Random, num_good: int, seed: int) -> list[Sent]:
+    """Good ones and, in random places between them, some that end otherwise. All in partition 0 as yet."""
+    sent = [_good(i, random) for i in range(num_good)]
+    bad = {name: one for name, one in BAD.items() if name != "too large"}  # that of another limit than ours
+    for name in random.sample(sorted(bad), random.randint(0, len(bad))):
+        value, code = bad[name]
+        sent.insert(random.randint(0, len(sent)), Sent(name, 0, value, key=name.encode(), expected=code))
+    for i in range(random.choice((0, 0, 1, 3))):
+        huge = document(id=f"huge-{i}", prompt=f"huge {seed} {i}", metadata={"x": "x" * (MAX_DOCUMENT_BYTES + 1)})
+        one = Sent(f"huge-{i}", 0, huge, expected=FailureCode.DOCUMENT_TOO_LARGE)
+        sent.insert(random.randint(0, len(sent)), one)
+    for i in range(random.choice((0, 0, 1, 3))):
+        large = document(id=f"large-{i}", prompt=f"large row {i}", metadata={"x": "x" * (MAX_BODY_BYTES + 1)})
+        one = Sent(f"large-{i}", 0, large, expected=FailureCode.SINK_REJECTED, document_id=f"large-{i}")
+        sent.insert(random.randint(0, len(sent)), one)
+    return sent
+
+
+def _good(i: int, random: Random) -> Sent:
+    keys = random.choice(_GOOD)(i)
+    name = f"good-{i:04}"
+    value = document(id=name, **keys)
+    key = name.encode() if random.random() < 0.8 else None
+    return Sent(name, 0, value, key=key, truncated=keys.get("task") == "long", document_id=name)
+
+
+def _with_later_ones(random: Random, sent: Sequence[Sent]) -> list[Sent]:
+    """Some documents come again later in their partition, with another prompt: that answer is the one that stays."""
+    later = list(sent)
+    plain = [one for one in sent if one.document_id and not one.expected and b'"prompt": "' in (one.value or b"")]
+    for one in random.sample(plain, min(len(plain), random.choice((0, 0, 3, 20)))):
+        message = json.loads(one.value or b"")
+        message["prompt"] = f"again: {message['prompt']}"
+        again = Sent(f"{one.name} again", one.partition, json.dumps(message).encode(), one.key, document_id=one.name)
+        later.insert(random.randint(later.index(one) + 1, len(later)), again)
+    return later
+
+
+def describe(made: Round) -> str:
+    """A round in one line."""
+    engine = "real engine" if made.has_real_engine else f"{made.requests_per_step} a step"
+    return (
+        f"{len(made.sent)} documents, {made.num_partitions} partitions, {made.num_shards} shards, {made.num_workers} "
+        f"workers of {made.max_in_flight} in flight, bulks of {made.bulk_documents}, {engine}"
+    )
