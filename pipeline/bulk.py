@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import math
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, cast
@@ -28,8 +27,6 @@ from pipeline.stored_rows import look_up
 from schemas.document import DocumentResult, SourcePosition
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 
-MIN_BULK_BYTES = 64 * 2**10
-GROWTH_STEPS = 16  # good calls from nothing to the full size
 _MAX_VERSION = 2**63 - 1
 _REPLY_PARTS = "errors,items.*.status,items.*.error.type,items.*.error.reason"
 _FREE_FORM_LOSS = "metadata or output that no JSON for Elasticsearch can hold"
@@ -89,16 +86,19 @@ def _storable(value: Any) -> Any:
 
 @dataclass(slots=True)
 class BulkOutcome:
-    """What became of the rows of one call. A row is in exactly one of the lists."""
+    """What became of the rows of one call. A row is in exactly one of the lists; at the end none is in the last two."""
 
     stored: list[OutboundRow] = field(default_factory=list)
     already_done: list[OutboundRow] = field(default_factory=list)
     superseded: list[OutboundRow] = field(default_factory=list)
     rejected: list[tuple[OutboundRow, Failure]] = field(default_factory=list)
     refused: list[OutboundRow] = field(default_factory=list)  # for now: to be sent again
+    conflicts: list[OutboundRow] = field(default_factory=list)
+    misfits: list[tuple[OutboundRow, Judgement]] = field(default_factory=list)
     cause: TemporaryRefusal | None = None  # the first refusal
     num_calls: int = 0
     num_bytes: int = 0
+    too_large_bytes: int = 0  # the smallest body that got 413; 0: none did
 
     @property
     def num_settled(self) -> int:
@@ -118,64 +118,32 @@ class BulkOutcome:
         self.rejected.append((row, Failure(FailureCode.SINK_REJECTED, Stage.SINK, why)))
 
 
-class BulkSize:
-    """How much a call may hold: halved when Elasticsearch has too much to do, grown step by step while it has not."""
-
-    def __init__(self, max_documents: int, max_bytes: int) -> None:
-        self._max_documents = max_documents
-        self._max_bytes = max_bytes
-        self._bytes_ceiling = max_bytes  # lowered for good by a 413: the node's limit does not change by itself
-        self._lock = threading.Lock()
-        self.documents = max_documents
-        self.bytes = max_bytes
-
-    def take(self, rows: Sequence[OutboundRow]) -> int:
-        """How many of the first rows make one call; at least 1, however large it is."""
-        with self._lock:
-            max_documents, max_bytes = self.documents, self.bytes
-        num_bytes = 0
-        for index, row in enumerate(rows[:max_documents]):
-            num_bytes += len(row.body)
-            if num_bytes > max_bytes and index:
-                return index
-        return min(len(rows), max_documents)
-
-    def shrink(self) -> None:
-        with self._lock:
-            self.documents = max(1, self.documents // 2)
-            self.bytes = max(min(MIN_BULK_BYTES, self._bytes_ceiling), self.bytes // 2)
-
-    def grow(self) -> None:
-        with self._lock:
-            self.documents = min(self._max_documents, self.documents + max(1, self._max_documents // GROWTH_STEPS))
-            self.bytes = min(self._bytes_ceiling, self.bytes + max(1, self._max_bytes // GROWTH_STEPS))
-
-    def too_large(self, num_bytes: int) -> None:
-        """A body of that size got 413."""
-        with self._lock:
-            self._bytes_ceiling = max(1, min(self._bytes_ceiling, num_bytes // 2))
-            self.bytes = min(self.bytes, self._bytes_ceiling)
-
-
 class BulkWriter:
-    """Sends rows and judges each."""
+    """Sends rows and judges each. Any thread may use it.
 
-    def __init__(self, client: Elasticsearch, size: BulkSize, request_timeout_seconds: float) -> None:
+    `check_index(alias)` raises SinkError where the index behind it is not one for our rows, and TemporaryRefusal where
+    that cannot be told now: asked where rows do not fit the index, which is the row's fault or the index's.
+    """
+
+    def __init__(
+        self, client: Elasticsearch, request_timeout_seconds: float, check_index: Callable[[str], None]
+    ) -> None:
         # The node gives up on a shard that is away before we give up on the node.
         self._client = client
-        self._size = size
+        self._check_index = check_index
         self._timeout = f"{max(1, int(request_timeout_seconds / 2))}s"
 
     def write(self, rows: Sequence[OutboundRow]) -> BulkOutcome:
         """One call for all rows, or several where it is refused as a whole. Raises SinkError where none can succeed."""
         outcome = BulkOutcome()
-        conflicts: list[OutboundRow] = []
-        self._send(list(rows), outcome, conflicts)
-        if conflicts:
-            self._tell_conflicts_apart(conflicts, outcome)
+        self._send(list(rows), outcome)
+        if outcome.conflicts:
+            self._tell_conflicts_apart(outcome)
+        if outcome.misfits:
+            self._tell_misfits_apart(outcome)
         return outcome
 
-    def _send(self, rows: list[OutboundRow], outcome: BulkOutcome, conflicts: list[OutboundRow]) -> None:
+    def _send(self, rows: list[OutboundRow], outcome: BulkOutcome) -> None:
         num_bytes = sum(len(row.body) for row in rows)
         outcome.num_calls += 1
         outcome.num_bytes += num_bytes
@@ -189,18 +157,11 @@ class BulkWriter:
                 filter_path=_REPLY_PARTS,
             ).body
         except (ApiError, TransportError) as error:
-            self._judge_call(judge_call(error), rows, num_bytes, outcome, conflicts)
+            self._judge_call(judge_call(error), rows, num_bytes, outcome)
             return
-        self._judge_rows(reply, rows, outcome, conflicts)
+        self._judge_rows(reply, rows, outcome)
 
-    def _judge_call(
-        self,
-        judgement: Judgement,
-        rows: list[OutboundRow],
-        num_bytes: int,
-        outcome: BulkOutcome,
-        conflicts: list[OutboundRow],
-    ) -> None:
+    def _judge_call(self, judgement: Judgement, rows: list[OutboundRow], num_bytes: int, outcome: BulkOutcome) -> None:
         if judgement.verdict is Verdict.STOP:
             raise SinkError(why_stop(judgement, rows[0].index))
         if judgement.verdict is Verdict.RETRY:
@@ -208,7 +169,7 @@ class BulkWriter:
             return
         assert judgement.verdict is Verdict.SPLIT, f"a call has no verdict {judgement.verdict}"
         if judgement.status == 413:
-            self._size.too_large(num_bytes)
+            outcome.too_large_bytes = min(outcome.too_large_bytes or num_bytes, num_bytes)
         if len(rows) == 1:
             outcome.reject(rows[0], _why_rejected(judgement, rows[0]))
             return
@@ -217,11 +178,9 @@ class BulkWriter:
             if outcome.cause is not None:  # refused meanwhile: no use in sending more now
                 outcome.refuse(half, outcome.cause)
             else:
-                self._send(half, outcome, conflicts)
+                self._send(half, outcome)
 
-    def _judge_rows(
-        self, reply: dict[str, Any], rows: list[OutboundRow], outcome: BulkOutcome, conflicts: list[OutboundRow]
-    ) -> None:
+    def _judge_rows(self, reply: dict[str, Any], rows: list[OutboundRow], outcome: BulkOutcome) -> None:
         entries = reply.get("items", [])
         if len(entries) != len(rows):
             outcome.refuse(rows, NodeUnavailable(f"a reply about {len(entries)} of {len(rows)} rows"))
@@ -237,16 +196,19 @@ class BulkWriter:
                 case Verdict.STORED:
                     outcome.stored.append(row)
                 case Verdict.CONFLICT:
-                    conflicts.append(row)
+                    outcome.conflicts.append(row)
                 case Verdict.RETRY:
                     outcome.refuse([row], refusal(judgement))
                 case Verdict.STOP:
                     raise SinkError(why_stop(judgement, row.index))
+                case Verdict.MISFIT:
+                    outcome.misfits.append((row, judgement))
                 case _:
                     outcome.reject(row, _why_rejected(judgement, row))
 
-    def _tell_conflicts_apart(self, rows: list[OutboundRow], outcome: BulkOutcome) -> None:
+    def _tell_conflicts_apart(self, outcome: BulkOutcome) -> None:
         """A 409 says that an equal or higher version is there. From our own record: done; from another: superseded."""
+        rows, outcome.conflicts = outcome.conflicts, []
         try:
             found = look_up(self._client, [(row.index, row.row_id) for row in rows])
         except TemporaryRefusal as error:
@@ -259,6 +221,18 @@ class BulkWriter:
                 outcome.already_done.append(row)
             else:
                 outcome.superseded.append(row)
+
+    def _tell_misfits_apart(self, outcome: BulkOutcome) -> None:
+        """Our rows fit our mapping. Where one does not, the index may have another by now: then no row is to blame."""
+        misfits, outcome.misfits = outcome.misfits, []
+        try:
+            for alias in sorted({row.index for row, _ in misfits}):
+                self._check_index(alias)
+        except TemporaryRefusal as error:
+            outcome.refuse([row for row, _ in misfits], error)
+            return
+        for row, judgement in misfits:
+            outcome.reject(row, _why_rejected(judgement, row))
 
 
 def _why_rejected(judgement: Judgement, row: OutboundRow) -> str:

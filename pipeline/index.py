@@ -1,11 +1,19 @@
 """The results index: its mapping, and an alias on an index that is made where absent and compared where present."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from elasticsearch import ApiError, BadRequestError, Elasticsearch, NotFoundError
+from elasticsearch import BadRequestError, Elasticsearch, NotFoundError
 
+from pipeline.retry import (
+    Judgement,
+    TemporaryRefusal,
+    call_within,
+    errors_judged,
+    shortened,
+)
 from schemas.errors import SinkError
 from schemas.settings import ElasticsearchSettings
 
@@ -73,13 +81,31 @@ def index_name(alias: str) -> str:
     return f"{alias}-{INDEX_GENERATION}"
 
 
-def ensure_index(client: Elasticsearch, alias: str, settings: ElasticsearchSettings) -> None:
+def ensure_index(
+    client: Elasticsearch,
+    alias: str,
+    settings: ElasticsearchSettings,
+    stop: threading.Event | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     """Makes `alias` and its index where they are absent. Two workers may do it at once, and it may be done again.
 
-    Raises SinkError where the alias's name is taken by an index, where its index's mapping disagrees with ours,
-    or where we may not create or read it.
+    What Elasticsearch refuses for now is tried again for connect_timeout_seconds. Raises SinkError where that was not
+    enough, where the alias's name is taken by an index, where its index's mapping disagrees with ours, or where we
+    may not create or read it.
     """
-    with _permissions_named(alias):
+    timeout = settings.connect_timeout_seconds
+    try:
+        call_within(timeout, lambda: _ensure(client, alias, settings), stop=stop, clock=clock)
+    except TemporaryRefusal as error:
+        raise SinkError(
+            f"Elasticsearch neither makes nor shows the index of {alias!r} within {timeout:g} s ({error}): "
+            f"see to it, or give it longer with elasticsearch.connect_timeout_seconds"
+        ) from None
+
+
+def _ensure(client: Elasticsearch, alias: str, settings: ElasticsearchSettings) -> None:
+    with errors_judged(lambda judgement: _why_not(judgement, alias)):
         index = _index_behind(client, alias)
         if index is None:
             _create(client, alias, settings)
@@ -90,6 +116,18 @@ def ensure_index(client: Elasticsearch, alias: str, settings: ElasticsearchSetti
             client.indices.put_alias(index=index, name=alias, is_write_index=True)
         else:
             _check_mapping(client, alias, index)
+
+
+def check_index(client: Elasticsearch, alias: str) -> None:
+    """Raises SinkError where the index behind `alias` is gone or disagrees with our rows; changes nothing.
+
+    Raises TemporaryRefusal where that cannot be told now.
+    """
+    with errors_judged(lambda judgement: _why_not(judgement, alias)):
+        index = _index_behind(client, alias)
+        if index is None:
+            raise SinkError(f"the alias {alias!r} is gone: somebody deleted it or its index; restart to make it again")
+        _check_mapping(client, alias, index)
 
 
 def _index_behind(client: Elasticsearch, alias: str) -> str | None:
@@ -161,14 +199,11 @@ def _as_text(value: Any) -> str:
     return str(value).lower()
 
 
-@contextlib.contextmanager
-def _permissions_named(alias: str) -> Iterator[None]:
-    try:
-        yield
-    except ApiError as error:
-        if error.meta.status in (401, 403):
-            raise SinkError(
-                f"Elasticsearch refuses to let us make or read {alias!r} ({error.message}): the credentials need "
-                f"create_index, view_index_metadata, manage, read and write on {alias!r} and {index_name(alias)!r}"
-            ) from None
-        raise SinkError(f"Elasticsearch refused to make or show the index of {alias!r}: {error}") from error
+def _why_not(judgement: Judgement, alias: str) -> str:
+    said = shortened(str(judgement))
+    if judgement.status in (401, 403):
+        return (
+            f"Elasticsearch refuses to let us make or read {alias!r} ({said}): the credentials need create_index, "
+            f"view_index_metadata, manage, read and write on {alias!r} and {index_name(alias)!r}"
+        )
+    return f"Elasticsearch refused to make or show the index of {alias!r}: {said}"

@@ -6,7 +6,8 @@ The one place that retries (tenacity) and the one table of what a status means. 
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -19,9 +20,12 @@ from elasticsearch import ApiError, UnsupportedProductError
 from tenacity.stop import stop_base
 from tenacity.wait import wait_base
 
+from schemas.errors import SinkError
+
 T = TypeVar("T")
 
 BASE_BACKOFF_SECONDS = 0.1
+START_BACKOFF_SECONDS = 1.0  # at most, between tries while a person waits for the start
 MAX_RETRY_AFTER_SECONDS = 300.0  # a longer wish of the server is asked again then
 
 
@@ -35,6 +39,7 @@ class Verdict(Enum):
     RETRY = "retry"
     SPLIT = "split"  # a call that is refused for one of its rows or for its size: halves, then alone
     REJECTED = "rejected"  # this row will never be accepted
+    MISFIT = "misfit"  # it does not fit the index: rejected, unless a look at the index shows that it is not ours
     STOP = "stop"  # a wrong deployment, not a wrong row
 
 
@@ -59,6 +64,9 @@ _BY_TYPE: dict[str, Verdict] = {
     "es_rejected_execution_exception": Verdict.RETRY,
     "circuit_breaking_exception": Verdict.RETRY,
     "unavailable_shards_exception": Verdict.RETRY,
+    "document_parsing_exception": Verdict.MISFIT,
+    "mapper_parsing_exception": Verdict.MISFIT,
+    "illegal_argument_exception": Verdict.MISFIT,
     "security_exception": Verdict.STOP,
     "strict_dynamic_mapping_exception": Verdict.STOP,
     "index_not_found_exception": Verdict.STOP,
@@ -76,6 +84,9 @@ _BY_STATUS: dict[int, Verdict] = {
     413: Verdict.REJECTED,
     429: Verdict.RETRY,
 }
+# In what the TLS library says. Other TLS errors come with a node that restarts.
+UNKNOWN_FINGERPRINT = "the certificate's fingerprint is"
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", UNKNOWN_FINGERPRINT)
 _CALL_BY_STATUS: dict[int, Verdict] = {400: Verdict.SPLIT, 408: Verdict.RETRY, 413: Verdict.SPLIT, 429: Verdict.RETRY}
 
 
@@ -93,8 +104,8 @@ def judge_call(error: ApiError | TransportError) -> Judgement:
     """The verdict on a call that failed as a whole: RETRY, SPLIT or STOP."""
     if isinstance(error, ApiError):
         return _judge_api_error(error)
-    if isinstance(error, TlsError) and "CERTIFICATE_VERIFY_FAILED" in str(error.message):
-        return Judgement(Verdict.STOP, 0, "TLS", str(error.message))  # other TLS errors come with a node that restarts
+    if isinstance(error, TlsError) and any(cause in str(error.message) for cause in _UNTRUSTED):
+        return Judgement(Verdict.STOP, 0, "TLS", str(error.message))
     # No reply, or one cut short. Whether it was applied is unknown; sending it again is harmless, by _id and version.
     return Judgement(Verdict.RETRY, 0, type(error).__name__, str(error.message))
 
@@ -104,7 +115,9 @@ def _judge_api_error(error: ApiError) -> Judgement:
     if isinstance(error, UnsupportedProductError):
         return Judgement(Verdict.STOP, status, "not Elasticsearch", str(error))
     error_type, reason = _cause(error.body)
-    verdict = _BY_TYPE.get(error_type) or _CALL_BY_STATUS.get(status)
+    verdict = _BY_TYPE.get(error_type)
+    if verdict not in (Verdict.RETRY, Verdict.STOP):  # the others are about rows
+        verdict = _CALL_BY_STATUS.get(status)
     if verdict is None:
         verdict = Verdict.RETRY if status >= 500 else Verdict.STOP
     return Judgement(verdict, status, error_type, reason, _retry_after(error.meta.headers.get("retry-after")))
@@ -186,7 +199,10 @@ def why_stop(judgement: Judgement, index: str) -> str:
         case "index_closed_exception":
             return f"the index behind {index!r} is closed ({said}): open it and start again"
         case "TLS":
-            return f"the TLS connection to Elasticsearch failed ({said}): check elasticsearch.ca_file"
+            return (
+                f"the TLS connection to Elasticsearch failed ({said}): check elasticsearch.ca_file and "
+                f"certificate_fingerprints"
+            )
     if judgement.status in (401, 403) or judgement.error_type == "security_exception":
         return (
             f"Elasticsearch no longer lets us write to {index!r} ({said}): check the credentials and their privileges"
@@ -197,6 +213,18 @@ def why_stop(judgement: Judgement, index: str) -> str:
 def shortened(text: str) -> str:
     """Its two ends: a reason quotes values of any length, and says what is wrong with them before or after."""
     return text if len(text) <= 500 else f"{text[:300]} … {text[-200:]}"
+
+
+@contextmanager
+def errors_judged(explain: Callable[[Judgement], str]) -> Iterator[None]:
+    """The client's errors as ours: TemporaryRefusal for what may pass, SinkError(explain(...)) for the rest."""
+    try:
+        yield
+    except (ApiError, TransportError) as error:
+        judgement = judge_call(error)
+        if judgement.verdict is Verdict.RETRY:
+            raise refusal(judgement) from None
+        raise SinkError(explain(judgement)) from None
 
 
 class Backoff(wait_base):
@@ -278,3 +306,20 @@ def call_until_taken(
         reraise=True,
     )
     return retrying(attempt_unless_stopped)
+
+
+def call_within(
+    timeout_seconds: float,
+    attempt: Callable[[], T],
+    *,
+    stop: threading.Event | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """`call_until_taken` for what somebody waits for: at most so long, and a second between two tries at most."""
+    return call_until_taken(
+        attempt,
+        stop=stop if stop is not None else threading.Event(),
+        max_backoff_seconds=START_BACKOFF_SECONDS,
+        deadline=clock() + timeout_seconds,
+        clock=clock,
+    )

@@ -11,16 +11,18 @@ A row is counted in `num_pending` from `put` until its callback has returned, wh
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import structlog
 from elasticsearch import Elasticsearch
 
 from pipeline.breaker import BreakerState, CircuitBreaker
-from pipeline.bulk import BulkOutcome, BulkSize, BulkWriter, OutboundRow, RowUnencodable, encode_row
+from pipeline.bulk import BulkOutcome, BulkWriter, OutboundRow, RowUnencodable, encode_row
+from pipeline.congestion import CongestionWindow
 from pipeline.connection import check_reachable, connect
-from pipeline.index import ensure_index
+from pipeline.index import check_index, ensure_index
 from pipeline.results import row_id
 from pipeline.retry import BreakerOpen, TemporaryRefusal, Verdict, call_until_taken
 from schemas.document import DocumentResult, Identity, SourcePosition
@@ -58,7 +60,10 @@ class SinkStats:
     num_waiting: int = 0  # of these, not in a writer's hands
     num_breaker_openings: int = 0
     breaker: BreakerState = BreakerState.CLOSED
+    num_calling: int = 0
+    bulk_seconds: float = 0.0  # of calls, summed
     bulk_documents: int = 0  # what a call may hold now
+    bulk_calls: int = 0  # how many may be under way now
 
 
 class ElasticsearchSink:
@@ -86,12 +91,14 @@ class ElasticsearchSink:
         self._owns_client = client is None
         self._clock = clock
         self._breaker = CircuitBreaker(settings.breaker_failures, settings.max_backoff_seconds, clock)
-        self._size = BulkSize(settings.bulk_documents, settings.bulk_bytes)
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards everything below
-        # Two conditions, or a `put` might wake who waits for the end instead of a writer.
+        # A condition each, or a `put` might wake who waits for the end instead of a writer.
         self._work_came = threading.Condition(self._lock)
         self._all_settled = threading.Condition(self._lock)
+        self._may_call = threading.Condition(self._lock)
+        self._window = CongestionWindow(settings.bulk_documents, settings.bulk_bytes, settings.num_writers)
+        self._num_calling = 0
         self._outbox: deque[OutboundRow] = deque()
         self._outbox_bytes = 0
         self._unencodable: list[RejectedRow] = []
@@ -109,13 +116,13 @@ class ElasticsearchSink:
         try:
             check_reachable(client, self._settings, self._stopping)
             for alias in self._indices:
-                ensure_index(client, alias, self._settings)
+                ensure_index(client, alias, self._settings, self._stopping)
         except BaseException:
             if self._owns_client:
                 client.close()
             raise
         self._client = client
-        bulk = BulkWriter(client, self._size, self._settings.request_timeout_seconds)
+        bulk = BulkWriter(client, self._settings.request_timeout_seconds, lambda alias: check_index(client, alias))
         for number in range(self._settings.num_writers):
             writer = threading.Thread(target=self._run, args=(bulk,), name=f"sink-writer-{number}", daemon=True)
             self._writers.append(writer)
@@ -209,7 +216,9 @@ class ElasticsearchSink:
                 num_waiting=len(self._outbox),
                 num_breaker_openings=self._breaker.num_openings,
                 breaker=self._breaker.state,
-                bulk_documents=self._size.documents,
+                num_calling=self._num_calling,
+                bulk_documents=self._window.documents,
+                bulk_calls=self._window.calls,
             )
 
     # The writer threads.
@@ -240,6 +249,7 @@ class ElasticsearchSink:
         with self._lock:
             self._work_came.notify_all()
             self._all_settled.notify_all()
+            self._may_call.notify_all()
 
     def _next_bulk(self) -> tuple[list[RejectedRow], list[OutboundRow]]:
         """Waits for a full bulk, or for the oldest row's flush_seconds, a drain, a row to reject, or the end."""
@@ -258,17 +268,12 @@ class ElasticsearchSink:
             return [], []
 
     def _is_full(self) -> bool:
-        return len(self._outbox) >= self._size.documents or self._outbox_bytes >= self._size.bytes
+        return self._window.is_full(len(self._outbox), self._outbox_bytes)
 
     def _take_bulk(self) -> list[OutboundRow]:
-        rows: list[OutboundRow] = []
-        num_bytes = 0
-        while self._outbox and len(rows) < self._size.documents:
-            num_bytes += len(self._outbox[0].body)
-            if rows and num_bytes > self._size.bytes:
-                break
-            rows.append(self._outbox.popleft())
-            self._outbox_bytes -= len(rows[-1].body)
+        num_rows = self._window.fit(len(row.body) for row in self._outbox)
+        rows = [self._outbox.popleft() for _ in range(num_rows)]
+        self._outbox_bytes -= sum([len(row.body) for row in rows])
         self._is_flushing = self._is_flushing and bool(self._outbox)
         if self._outbox:
             self._work_came.notify()  # another writer may have its bulk, or has to wait for its time
@@ -285,20 +290,49 @@ class ElasticsearchSink:
 
     def _attempt(self, bulk: BulkWriter, rows: list[OutboundRow]) -> None:
         """One call for the first of `rows`; what is settled leaves the list, what is refused goes to its end."""
-        self._breaker.permit()
-        num_sent = self._size.take(rows)
-        outcome = bulk.write(rows[:num_sent])
-        if outcome.num_settled:
-            self._breaker.succeeded()
-        else:
-            self._breaker.failed()
+        with self._turn():
+            if self._stopping.is_set():
+                return
+            self._breaker.permit()
+            with self._lock:
+                num_sent = self._window.fit(len(row.body) for row in rows)
+            started = self._clock()
+            outcome = bulk.write(rows[:num_sent])
+            self._learn(outcome, self._clock() - started)
         rows[:num_sent] = []
         rows.extend(outcome.refused)
         self._settle(outcome)
         if outcome.refused:
-            self._size.shrink()
             raise outcome.refusal()
-        self._size.grow()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Of making a call, among as many as the window lets be under way."""
+        with self._lock:
+            while self._num_calling >= self._window.calls and not self._stopping.is_set():
+                self._may_call.wait()
+            self._num_calling += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_calling -= 1
+                self._may_call.notify_all()  # the window may have grown as well
+
+    def _learn(self, outcome: BulkOutcome, seconds: float) -> None:
+        """What a call's end says about the next: how much to send, and whether to send at all."""
+        if outcome.num_settled:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed()
+        with self._lock:
+            self._stats = replace(self._stats, bulk_seconds=self._stats.bulk_seconds + seconds)
+            if outcome.too_large_bytes:
+                self._window.too_large(outcome.too_large_bytes)
+            if outcome.refused:
+                self._window.refused()
+            elif outcome.num_calls == 1:
+                self._window.taken(outcome.num_bytes, seconds)
 
     def _note_retry(self, error: BaseException, wait_seconds: float) -> None:
         if isinstance(error, BreakerOpen):

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic_transport import TransportError
-from elasticsearch import ApiError, Elasticsearch
+from elasticsearch import Elasticsearch
 
-from pipeline.retry import Judgement, Verdict, judge_call, judge_row, refusal, why_stop
+from pipeline.retry import Verdict, errors_judged, judge_row, refusal, why_stop
 from schemas.document import SourcePosition
 from schemas.errors import SinkError
 
@@ -39,17 +38,16 @@ def look_up(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> list[St
 
 
 def _look_up_some(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> Iterator[StoredRow | None]:
-    try:
+    with errors_judged(lambda judgement: why_stop(judgement, wanted[0][0])):
         entries = client.mget(
             docs=[{"_index": index, "_id": row_id} for index, row_id in wanted],
             realtime=True,
             source_includes=["source.topic", "source.partition", "source.offset"],
         ).body["docs"]
-    except (ApiError, TransportError) as error:
-        raise _as_exception(judge_call(error), wanted[0][0]) from None
     for (index, _), entry in zip(wanted, entries, strict=True):
         if (refused := entry.get("error")) is not None:
-            raise _as_exception(judge_row(500, refused.get("type", ""), refused.get("reason", "")), index)
+            judgement = judge_row(500, refused.get("type", ""), refused.get("reason", ""))
+            raise refusal(judgement) if judgement.verdict is Verdict.RETRY else SinkError(why_stop(judgement, index))
         yield _stored_row(entry)
 
 
@@ -62,7 +60,3 @@ def _stored_row(entry: dict[str, object]) -> StoredRow | None:
         case {"_version": int(version)}:  # somebody else's row in our place: it answers no record of ours
             return StoredRow(version, "", -1, -1)
     raise AssertionError(f"found, and without a version: {entry}")
-
-
-def _as_exception(judgement: Judgement, index: str) -> Exception:
-    return refusal(judgement) if judgement.verdict is Verdict.RETRY else SinkError(why_stop(judgement, index))

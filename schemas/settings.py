@@ -85,6 +85,7 @@ class ElasticsearchSettings(_Part):
     api_key: SecretStr | None = None
     api_key_file: Path | None = None
     ca_file: Path | None = None
+    certificate_fingerprints: tuple[str, ...] = ()  # SHA-256, of the servers' own certificates
     number_of_shards: int = Field(1, ge=1)  # of indices that we create
     number_of_replicas: int = Field(1, ge=0)
     bulk_documents: int = Field(1000, ge=1)
@@ -92,9 +93,9 @@ class ElasticsearchSettings(_Part):
     flush_seconds: float = Field(1.0, gt=0)  # a row waits no longer than this for its bulk to fill
     num_writers: int = Field(2, ge=1)
     outbox_documents: int = Field(8192, ge=1)
-    request_timeout_seconds: float = Field(60.0, gt=0)
+    request_timeout_seconds: float = Field(30.0, gt=0)
     connect_timeout_seconds: float = Field(15.0, gt=0)
-    max_backoff_seconds: float = Field(30.0, gt=0)
+    max_backoff_seconds: float = Field(10.0, gt=0)
     breaker_failures: int = Field(5, ge=1)  # failed calls in a row that open the breaker
 
 

@@ -79,13 +79,19 @@ class _HealthyCluster:
 
 
 class _MadeIndices:
-    """Every alias is there, on an index with our mapping."""
+    """Every alias is there, on an index with `mapping`: ours."""
+
+    def __init__(self) -> None:
+        self.mapping = RESULTS_MAPPING
+        self.on_get_mapping: deque[Exception] = deque()
 
     def get_alias(self, *, name: str) -> ObjectApiResponse[Any]:
         return _reply({f"{name}-v1": {"aliases": {name: {"is_write_index": True}}}})
 
     def get_mapping(self, *, index: str) -> ObjectApiResponse[Any]:
-        return _reply({index: {"mappings": RESULTS_MAPPING}})
+        if self.on_get_mapping:
+            raise self.on_get_mapping.popleft()
+        return _reply({index: {"mappings": self.mapping}})
 
 
 def api_error(status: int, error_type: str = "", reason: str = "on cue", **headers: str) -> ApiError:

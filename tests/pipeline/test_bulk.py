@@ -4,7 +4,8 @@ import orjson
 import pytest
 from elastic_transport import ConnectionError as NodeConnectionError
 
-from pipeline.bulk import BulkSize, BulkWriter, OutboundRow, RowUnencodable, encode_row
+from pipeline.bulk import BulkWriter, OutboundRow, RowUnencodable, encode_row
+from pipeline.index import RESULTS_MAPPING, check_index
 from pipeline.results import row_id
 from pipeline.retry import NodeBusy, NodeUnreachable
 from schemas.document import DocumentResult, Identity
@@ -20,8 +21,8 @@ def outbound(offset: int, *, version: int | None = None, partition: int = 0, **p
     return OutboundRow(result, position(offset, partition), "results", identity, version, body, 0.0)
 
 
-def writer(server: FakeElasticsearch, size: BulkSize | None = None) -> BulkWriter:
-    return BulkWriter(server.as_client(), size or BulkSize(1000, 2**20), 60.0)
+def writer(server: FakeElasticsearch) -> BulkWriter:
+    return BulkWriter(server.as_client(), 60.0, lambda alias: check_index(server.as_client(), alias))
 
 
 def offsets(rows: list[OutboundRow]) -> list[int]:
@@ -103,17 +104,14 @@ def test_one_poisonous_row_is_found_by_halves_and_rejected_alone() -> None:
     assert server.bulk_sizes == [8, 4, 4, 2, 1, 1, 2]
 
 
-def test_a_call_that_is_too_large_goes_in_halves_and_later_calls_are_smaller() -> None:
-    server, size = FakeElasticsearch(), BulkSize(1000, 2**20)
-    rows = [outbound(offset) for offset in range(4)]
+def test_a_call_that_is_too_large_goes_in_halves_and_says_which_size_was_the_smallest_refused() -> None:
+    server = FakeElasticsearch()
+    rows = [outbound(offset) for offset in range(8)]
     server.max_body_bytes = sum(len(each.body) for each in rows[:2])
-    outcome = writer(server, size).write(rows)
-    assert offsets(outcome.stored) == [0, 1, 2, 3]
-    assert server.bulk_sizes == [4, 2, 2]
-    assert size.bytes == sum(len(each.body) for each in rows) // 2
-    for _ in range(100):
-        size.grow()
-    assert size.take(rows) == 2
+    outcome = writer(server).write(rows)
+    assert offsets(outcome.stored) == list(range(8))
+    assert server.bulk_sizes == [8, 4, 2, 2, 4, 2, 2]
+    assert outcome.too_large_bytes == sum(len(each.body) for each in rows[:4])
 
 
 def test_a_single_row_that_is_too_large_is_rejected_with_its_size() -> None:
@@ -151,26 +149,28 @@ def test_a_wrong_deployment_stops_with_a_sentence_and_rejects_no_row(cue: Any, s
         writer(server).write([outbound(1), outbound(2)])
 
 
-def test_a_bulk_is_halved_when_refused_and_grows_by_a_sixteenth() -> None:
-    size = BulkSize(1000, 2**20)
-    size.shrink()
-    size.shrink()
-    assert (size.documents, size.bytes) == (250, 2**18)
-    size.grow()
-    assert (size.documents, size.bytes) == (312, 2**18 + 2**16)
-    for _ in range(20):
-        size.shrink()
-    assert (size.documents, size.bytes) == (1, 2**16)
-    for _ in range(100):
-        size.grow()
-    assert (size.documents, size.bytes) == (1000, 2**20)
+def test_a_row_that_does_not_fit_an_index_with_our_mapping_is_rejected() -> None:
+    server = FakeElasticsearch()
+    server.on_bulk.append(lambda action: (400, "document_parsing_exception") if action["version"] == 1 else None)
+    outcome = writer(server).write([outbound(1), outbound(2)])
+    assert ([each.position.offset for each, _ in outcome.rejected], offsets(outcome.stored)) == ([1], [2])
 
 
-def test_a_row_larger_than_a_bulk_goes_alone() -> None:
-    rows = [outbound(1, text="x" * 5000), outbound(2), outbound(3)]
-    assert BulkSize(1000, 100).take(rows) == 1
-    assert BulkSize(1000, len(rows[0].body) + len(rows[1].body)).take(rows) == 2
-    assert BulkSize(2, 2**20).take(rows) == 2
+def test_rows_that_do_not_fit_since_the_index_was_replaced_stop_and_none_is_rejected() -> None:
+    server = FakeElasticsearch()
+    properties = {**RESULTS_MAPPING["properties"], "text": {"type": "long"}}
+    server.indices.mapping = {"dynamic": "strict", "properties": properties}
+    server.on_bulk.append(lambda action: (400, "document_parsing_exception"))
+    with pytest.raises(SinkError, match="the field 'text' has type 'long' instead of 'text'"):
+        writer(server).write([outbound(1), outbound(2)])
+
+
+def test_rows_that_do_not_fit_are_kept_while_the_index_cannot_be_looked_at() -> None:
+    server = FakeElasticsearch()
+    server.indices.on_get_mapping.append(api_error(503))
+    server.on_bulk.append(lambda action: (400, "document_parsing_exception"))
+    outcome = writer(server).write([outbound(1), outbound(2)])
+    assert (offsets(outcome.refused), outcome.rejected) == ([1, 2], [])
 
 
 def test_surrogates_numbers_past_64_bits_and_deep_metadata_are_written_down() -> None:

@@ -6,6 +6,7 @@ from elastic_transport import ConnectionTimeout, SerializationError, TlsError, T
 from elasticsearch import ApiError
 
 from pipeline.retry import (
+    UNKNOWN_FINGERPRINT,
     BreakerOpen,
     Judgement,
     NodeBusy,
@@ -37,9 +38,10 @@ from tests.fakes import FakeClock
         (500, "", Verdict.RETRY),
         (503, "unavailable_shards_exception", Verdict.RETRY),
         (504, "", Verdict.RETRY),
-        (400, "document_parsing_exception", Verdict.REJECTED),
-        (400, "mapper_parsing_exception", Verdict.REJECTED),
-        (400, "illegal_argument_exception", Verdict.REJECTED),
+        (400, "document_parsing_exception", Verdict.MISFIT),
+        (400, "mapper_parsing_exception", Verdict.MISFIT),
+        (400, "illegal_argument_exception", Verdict.MISFIT),
+        (400, "", Verdict.REJECTED),
         (413, "", Verdict.REJECTED),
         (400, "strict_dynamic_mapping_exception", Verdict.STOP),
         (400, "index_closed_exception", Verdict.STOP),
@@ -66,6 +68,7 @@ def test_an_alias_without_its_index_stops_and_is_no_rows_fault() -> None:
         (api_error(502), Verdict.RETRY),
         (api_error(503, "cluster_block_exception"), Verdict.RETRY),
         (api_error(400, "action_request_validation_exception"), Verdict.SPLIT),
+        (api_error(400, "illegal_argument_exception"), Verdict.SPLIT),
         (api_error(413), Verdict.SPLIT),
         (api_error(401, "security_exception"), Verdict.STOP),
         (api_error(403, "security_exception"), Verdict.STOP),
@@ -75,6 +78,7 @@ def test_an_alias_without_its_index_stops_and_is_no_rows_fault() -> None:
         (ConnectionTimeout("timed out"), Verdict.RETRY),
         (SerializationError("half a reply"), Verdict.RETRY),
         (TlsError("[SSL: CERTIFICATE_VERIFY_FAILED] not trusted"), Verdict.STOP),
+        (TlsError(f"{UNKNOWN_FINGERPRINT} abcd"), Verdict.STOP),
         (TlsError("EOF occurred in violation of protocol"), Verdict.RETRY),
     ],
 )
