@@ -8,7 +8,7 @@ here on one core. Both ends run on one machine, so the bytes are in its own orde
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, fields
 from enum import IntEnum
 from typing import Any
 
@@ -39,7 +39,6 @@ _KINDS: tuple[Kind, ...] = ("generate", "classify")
 _FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
 _KIND_INDEX = {kind: index for index, kind in enumerate(_KINDS)}
 _FINISH_INDEX = {reason: index for index, reason in enumerate(_FINISH_REASONS)}
-_NO_TIMING = RequestTiming()
 
 
 class MessageKind(IntEnum):
@@ -194,7 +193,7 @@ def encode_outputs(outputs: Sequence[InferenceOutput]) -> Message:
             output.num_prompt_tokens,
             output.num_cached_tokens,
             output.num_preemptions,
-            None if output.timing is _NO_TIMING else astuple(output.timing),
+            output.timing,
             None if (f := output.failure) is None else (f.code.value, f.stage.value, f.message),
         )
         for output in outputs
@@ -214,7 +213,7 @@ def decode_outputs(message: Message) -> list[InferenceOutput]:
             num_prompt,
             num_cached,
             num_preemptions,
-            _NO_TIMING if timing is None else RequestTiming(*timing),
+            RequestTiming(*timing),
             None if failure is None else Failure(FailureCode(failure[0]), Stage(failure[1]), failure[2]),
         )
         for (

@@ -1,4 +1,8 @@
-"""A document on its way in, and its row on the way out. The formats here are the contract with users."""
+"""A document on its way in, and its row on the way out. The formats here are the contract with users.
+
+Tens of thousands a second pass, so what is made once a document is made cheaply: a named tuple takes half the time of a
+frozen dataclass with slots, and orjson writes a dataclass without slots in a sixth of the time of one with them.
+"""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,8 +19,7 @@ DEFAULT_JOB = "default"
 DEFAULT_TASK = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePosition:
+class SourcePosition(NamedTuple):
     """Where a document came from. `epoch` counts assignments: work started under an earlier one is fenced off."""
 
     topic: str
@@ -40,8 +43,7 @@ class Assignment(NamedTuple):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class RawMessage:
+class RawMessage(NamedTuple):
     """A record as the broker gave it. `timestamp_ms` is -1 where the record has none."""
 
     position: SourcePosition
@@ -52,7 +54,8 @@ class RawMessage:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.key or b"") + len(self.value or b"") + sum(len(k) + len(v or b"") for k, v in self.headers)
+        num_bytes = len(self.key or b"") + len(self.value or b"")
+        return num_bytes + sum([len(k) + len(v or b"") for k, v in self.headers]) if self.headers else num_bytes
 
 
 class SamplingOverrides(BaseModel):
@@ -112,17 +115,16 @@ class DocumentMessage(BaseModel):
 
     @model_validator(mode="after")
     def _one_content(self) -> "DocumentMessage":
-        given = [
-            name for name in ("fields", "messages", "prompt", "prompt_token_ids") if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
+        contents = (self.fields, self.messages, self.prompt, self.prompt_token_ids)
+        if contents.count(None) != len(contents) - 1:
+            names = ("fields", "messages", "prompt", "prompt_token_ids")
+            given = [name for name, content in zip(names, contents, strict=True) if content is not None]
             what = " and ".join(given) if given else "none of them"
             raise ValueError(f"exactly one of fields, messages, prompt, prompt_token_ids is needed; {what} given")
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """What a row is found by. Unreadable parts have their defaults, so that every message has an identity."""
 
     job: str
@@ -130,8 +132,7 @@ class Identity:
     document_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A decoded message with its place and its record's timestamp and key."""
 
     identity: Identity
@@ -144,8 +145,7 @@ class Document:
     crash_count: int = 0  # workers that died while it was in flight, as far as the commits tell
 
 
-@dataclass(frozen=True, slots=True)
-class RejectedDocument:
+class RejectedDocument(NamedTuple):
     """A message that cannot become a Document, with whatever identity could be read from it."""
 
     identity: Identity
@@ -158,14 +158,14 @@ class RejectedDocument:
     metadata: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Timing:
     """Milliseconds: in the batcher's window, in the engine's queue, to the first token, to the last, in all."""
 
@@ -176,7 +176,7 @@ class Timing:
     total_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ResultSource:
     topic: str
     partition: int
@@ -185,7 +185,7 @@ class ResultSource:
     key: str | None  # UTF-8 where it is that, else base64 behind "base64:"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Receipt:
     """What a rerun of the document needs to know. `prompt_token_ids` is base64 of little-endian uint32."""
 
@@ -198,7 +198,7 @@ class Receipt:
     prompt_token_ids: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class DocumentResult:
     """One row of the results index: every document has exactly one, answered or failed."""
 

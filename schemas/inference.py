@@ -1,8 +1,9 @@
-"""What crosses between the worker and the engine process. Standard-library dataclasses only, so that the engine
-imports on a machine that has torch and nothing else of ours."""
+"""What crosses between the worker and the engine process. Of the standard library only, so that the engine imports on a
+machine that has torch and nothing else of ours. What is made once a request is a named tuple: half the time of a frozen
+dataclass."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from schemas.errors import Failure
 
@@ -59,8 +60,7 @@ def _require(holds: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(NamedTuple):
     """One prompt for the engine. `request_id` is unique among the requests that the engine has not ended."""
 
     request_id: int
@@ -83,8 +83,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
+class RequestTiming(NamedTuple):
     """Milliseconds inside the engine: waiting for the first step, until the first token, until the last."""
 
     queue_ms: float = 0.0
@@ -92,8 +91,7 @@ class RequestTiming:
     decode_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceOutput:
+class InferenceOutput(NamedTuple):
     """A request's end: its tokens and text, or its failure. Every request has exactly one."""
 
     request_id: int
@@ -106,7 +104,7 @@ class InferenceOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    timing: RequestTiming = field(default_factory=RequestTiming)
+    timing: RequestTiming = RequestTiming()
     failure: Failure | None = None
 
 
