@@ -143,7 +143,7 @@ class GroupMember:
                     record.timestamp,
                     record.key,
                     record.value,
-                    tuple((name, value or b"") for name, value in record.headers),
+                    tuple([(name, value or b"") for name, value in record.headers]) if record.headers else (),
                 )
                 for record in records
             ]

@@ -2,11 +2,13 @@
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 HASH_BYTES = 16
 
 
+@lru_cache(maxsize=16)  # asked for with every prompt, and a process has one model
 def root_hash(block_size: int, identity: bytes) -> bytes:
     """The parent of every first block. `identity` names weights and adapter; block size is part of the name."""
     return blake2b(b"%d:%b" % (block_size, identity), digest_size=HASH_BYTES).digest()

@@ -16,16 +16,16 @@ _Key: TypeAlias = tuple[bytes, int]
 
 
 class _Waiting(Generic[T]):
-    __slots__ = ("deadline", "document", "is_urgent", "key", "num_tokens", "priority", "urgent_at")
+    __slots__ = ("deadline", "document", "is_urgent", "key", "num_tokens", "old_at", "priority")
 
     def __init__(
-        self, document: T, key: _Key, num_tokens: int, priority: int, urgent_at: float, deadline: float
+        self, document: T, key: _Key, num_tokens: int, priority: int, old_at: float, deadline: float | None
     ) -> None:
         self.document = document
         self.key = key
         self.num_tokens = num_tokens
         self.priority = priority
-        self.urgent_at = urgent_at
+        self.old_at = old_at  # when its age makes it urgent
         self.deadline = deadline
         self.is_urgent = False
 
@@ -58,14 +58,14 @@ class PrefixBatcher(Generic[T]):
     Higher priority goes first. Within a priority the walk goes on from its cursor; what arrives behind it waits for
     the next lap. A document that waited `urgent_after_seconds`, or is that near its deadline, becomes urgent and goes
     before all priorities. Urgent documents are taken in closed laps: what becomes urgent during one waits for the
-    next, so no stream of newcomers can hold anybody back. Times are seconds of one clock of the caller's.
+    next, so no stream of newcomers can hold anybody back. Times are seconds of one growing clock of the caller's.
     """
 
     def __init__(self, urgent_after_seconds: float) -> None:
         self._urgent_after_seconds = urgent_after_seconds
-        self._waiting: dict[int, _Waiting[T]] = {}
+        self._waiting: dict[int, _Waiting[T]] = {}  # by sequence, so the oldest is first
         self._laps: dict[int, _Lap] = {}  # priority -> its class; empty classes are dropped
-        self._becoming_urgent: list[tuple[float, int]] = []  # (urgent_at, sequence) of all in `_laps`, sorted
+        self._deadlines: list[tuple[float, int]] = []  # (near at, sequence) of those in `_laps` that have one, sorted
         self._urgent: list[int] = []  # this closed lap, last one first, so that pop() takes in order
         self._urgent_next: list[int] = []
         self._next_sequence = 0
@@ -93,19 +93,16 @@ class PrefixBatcher(Generic[T]):
         sequence = self._next_sequence
         self._next_sequence += 1
         key = (b"".join(block_hashes)[::4], sequence)
-        urgent_at = now + self._urgent_after_seconds
-        if deadline is not None:
-            urgent_at = min(urgent_at, deadline - self._urgent_after_seconds)
-        entry = _Waiting(
-            document, key, num_tokens, priority, urgent_at, deadline if deadline is not None else float("inf")
+        self._waiting[sequence] = _Waiting(
+            document, key, num_tokens, priority, now + self._urgent_after_seconds, deadline
         )
-        self._waiting[sequence] = entry
+        if deadline is not None:
+            insort(self._deadlines, (deadline - self._urgent_after_seconds, sequence))
         self._num_tokens += num_tokens
         lap = self._laps.get(priority)
         if lap is None:
             lap = self._laps[priority] = _Lap()
         lap.add(key)
-        insort(self._becoming_urgent, (urgent_at, sequence))
 
     def next_batch(self, token_budget: int, now: float, max_documents: int | None = None) -> list[T]:
         """Takes the next documents out, in order, while they fit the budget; the first one always does.
@@ -131,7 +128,7 @@ class PrefixBatcher(Generic[T]):
                 break
             chosen = self._walk(priority, budget, room, must_take=not taken)
             for entry in chosen:
-                self._forget_urgency(entry)
+                self._forget_deadline(entry)
                 taken.append(self._take(entry))
                 budget -= entry.num_tokens
             room -= len(chosen)
@@ -149,7 +146,7 @@ class PrefixBatcher(Generic[T]):
             urgent.discard(entry.key[1])
             self._laps[entry.priority].remove(entry.key)
             self._drop_if_empty(entry.priority)
-            self._forget_urgency(entry)
+            self._forget_deadline(entry)
         if urgent:
             self._urgent = [sequence for sequence in self._urgent if sequence not in urgent]
             self._urgent_next = [sequence for sequence in self._urgent_next if sequence not in urgent]
@@ -186,27 +183,36 @@ class PrefixBatcher(Generic[T]):
 
     def _promote(self, now: float) -> None:
         """Moves what is past its age, or near its deadline, from its class into the next urgent lap."""
-        end = bisect_right(self._becoming_urgent, (now, self._next_sequence))
-        for _, sequence in self._becoming_urgent[:end]:
-            entry = self._waiting[sequence]
+        end = bisect_right(self._deadlines, (now, self._next_sequence))
+        due = [self._waiting[sequence] for _, sequence in self._deadlines[:end]]
+        for entry in self._waiting.values():
+            if entry.old_at > now:
+                break
+            if not entry.is_urgent:
+                due.append(entry)
+        for entry in due:
+            if entry.is_urgent:
+                continue  # old as well as near its deadline
             self._laps[entry.priority].remove(entry.key)
             self._drop_if_empty(entry.priority)
+            self._forget_deadline(entry)
             entry.is_urgent = True
-            self._urgent_next.append(sequence)
-        del self._becoming_urgent[:end]
+            self._urgent_next.append(entry.key[1])
 
     def _close_urgent_lap(self) -> None:
         """Deadlines first, then higher priority, then prefix order."""
 
         def order(sequence: int) -> tuple[bool, int, _Key]:
             entry = self._waiting[sequence]
-            return entry.deadline == float("inf"), -entry.priority, entry.key
+            return entry.deadline is None, -entry.priority, entry.key
 
         self._urgent = sorted(self._urgent_next, key=order, reverse=True)
         self._urgent_next = []
 
-    def _forget_urgency(self, entry: _Waiting[T]) -> None:
-        del self._becoming_urgent[bisect_left(self._becoming_urgent, (entry.urgent_at, entry.key[1]))]
+    def _forget_deadline(self, entry: _Waiting[T]) -> None:
+        if entry.deadline is not None:
+            near_at = entry.deadline - self._urgent_after_seconds
+            del self._deadlines[bisect_left(self._deadlines, (near_at, entry.key[1]))]
 
     def _drop_if_empty(self, priority: int) -> None:
         if not self._laps[priority].keys:

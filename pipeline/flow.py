@@ -19,7 +19,7 @@ from pipeline.account import Totals
 from pipeline.outgoing import OutgoingRows, RowSink
 from pipeline.prompts import PromptBuilder, derived_seed
 from pipeline.results import ACTIONS, Action
-from pipeline.rows import RowBuilder, Work
+from pipeline.rows import Row, RowBuilder, Work
 from pipeline.supervisor import EngineSupervisor
 from pipeline.suspects import LOSSES_ALONE, conviction
 from pipeline.window import EngineWindow
@@ -220,13 +220,13 @@ class Flow:
             except DocumentError as error:
                 self._fail(document, error.failure)
                 continue
-            self._wait(Work(prepared, arrived))
-            if self._clock() >= until:
+            now = self._clock()
+            self._wait(Work(prepared, arrived), now)
+            if now >= until:
                 return
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, work: Work, now: float) -> None:
         deadline = work.prepared.document.message.deadline
-        now = self._clock()
         self._window.wait(work, now, None if deadline is None else now + self._prompts_now().seconds_left(deadline))
 
     def _feed(self) -> None:
@@ -273,36 +273,39 @@ class Flow:
         """Outputs of the engine become rows, dead letters, or another try."""
         if not outputs:
             return
-        totals, parts = self.totals, self.totals.time
+        # Those without work were aborted, and accounted for then.
+        ended = [(work, output) for output in outputs if (work := self._window.end(output.request_id)) is not None]
+        self._count(ended, now)
+        rows: list[Row] = []
         answered_at = datetime.now(UTC)
-        for output in outputs:
-            work = self._window.end(output.request_id)
-            if work is None:
-                continue  # aborted, and accounted for then
+        for work, output in ended:
             work.tries += 1
-            totals.prompt_tokens += output.num_prompt_tokens
-            totals.cached_tokens += output.num_cached_tokens
-            totals.completion_tokens += len(output.token_ids)
-            timing = output.timing
-            parts.num_answered += 1
-            parts.waiting += work.submitted - work.arrived
-            parts.engine += now - work.submitted
-            parts.engine_queue += timing.queue_ms / 1000
-            parts.engine_prefill += timing.prefill_ms / 1000
-            parts.engine_decode += timing.decode_ms / 1000
             answer = self._rows_of.read(work, output)
             if answer.failure is not None and self._runs_again(work, answer.failure):
                 if self._is_draining:
-                    totals.account.handed_back += 1  # nothing is fed any more: its next owner tries again
+                    self.totals.account.handed_back += 1  # nothing is fed any more: its next owner tries again
                 else:
-                    totals.retries += 1
-                    self._wait(work)
+                    self.totals.retries += 1
+                    self._wait(work, now)
                 continue
             row = self._rows_of.answer_row(work, answer, output, now, answered_at)
             if answer.failure is None:
-                self.outgoing.add(row)
+                rows.append(row)
             else:
                 self.outgoing.fail(row, answer.failure)
+        self.outgoing.add(rows)
+
+    def _count(self, ended: Sequence[tuple[Work, InferenceOutput]], now: float) -> None:
+        totals, parts = self.totals, self.totals.time
+        totals.prompt_tokens += sum([output.num_prompt_tokens for _, output in ended])
+        totals.cached_tokens += sum([output.num_cached_tokens for _, output in ended])
+        totals.completion_tokens += sum([len(output.token_ids) for _, output in ended])
+        parts.num_answered += len(ended)
+        parts.waiting += sum([work.submitted - work.arrived for work, _ in ended])
+        parts.engine += sum([now - work.submitted for work, _ in ended])
+        parts.engine_queue += sum([output.timing.queue_ms for _, output in ended]) / 1000
+        parts.engine_prefill += sum([output.timing.prefill_ms for _, output in ended]) / 1000
+        parts.engine_decode += sum([output.timing.decode_ms for _, output in ended]) / 1000
 
     def _runs_again(self, work: Work, failure: Failure) -> bool:
         """Whether the table wants another try; prepares the work for it."""

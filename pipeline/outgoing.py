@@ -73,9 +73,9 @@ class OutgoingRows:
         """Place -> how many documents are there now. From any thread."""
         return {"rows": len(self._rows), "storing": len(self._storing), "dead_letters": len(self._dead_lettering)}
 
-    def add(self, row: Row) -> None:
-        """An answered row."""
-        self._rows.append(row)
+    def add(self, rows: Sequence[Row]) -> None:
+        """Answered rows."""
+        self._rows.extend(rows)
 
     def fail(self, row: Row, failure: Failure) -> None:
         """A failed row: the dead letter first; its acknowledgement lets the row follow, and that one's completes."""

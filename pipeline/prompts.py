@@ -166,7 +166,7 @@ class PromptBuilder:
         if sampling.max_tokens > self._context - len(token_ids):
             sampling = dataclasses.replace(sampling, max_tokens=self._context - len(token_ids))
         seed = sampling.seed if sampling.seed is not None else derived_seed(document.identity)
-        hashes = tuple(hash_blocks(token_ids, self._block_size, self._identity))
+        hashes = hash_blocks(token_ids, self._block_size, self._identity)
         return PreparedDocument(document, task, token_ids, hashes, sampling, seed, truncated)
 
     def require_time(self, document: Document) -> None:

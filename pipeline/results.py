@@ -6,12 +6,14 @@ Pure functions. Where a row goes, and how, is the sink's; what happens to a fail
 import base64
 import hashlib
 import re
-import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from enum import Enum
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jsonschema
 import orjson
@@ -84,12 +86,19 @@ def row_id(identity: Identity) -> str:
     would make the colons ambiguous: then `::sha256-{hex of all three}`.
     """
     job, task, document_id = identity.job, identity.task, identity.document_id
-    if not _JOB.fullmatch(job) or not _TASK.fullmatch(task):
+    if not _are_nameable(job, task):
         return f"::sha256-{_sha256(chr(0).join((job, task, document_id)))}"
     plain = f"{job}:{task}:{document_id}"
+    if plain.isascii() and plain.isprintable() and len(plain) <= MAX_ROW_ID_BYTES:
+        return plain  # as nearly all are
     if _UNSAFE_IN_ID.search(document_id) or len(plain.encode()) > MAX_ROW_ID_BYTES:
         return f"{job}:{task}:sha256-{_sha256(document_id)}"
     return plain
+
+
+@lru_cache(maxsize=256)  # there are few, and every row asks
+def _are_nameable(job: str, task: str) -> bool:
+    return _JOB.fullmatch(job) is not None and _TASK.fullmatch(task) is not None
 
 
 def _sha256(text: str) -> str:
@@ -119,8 +128,7 @@ def key_text(key: bytes | None) -> str | None:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What an output says: `failure` is set where the task cannot use it, and `text` is kept either way."""
 
     text: str | None = None
@@ -334,9 +342,16 @@ def build_receipt(
     little-endian uint32; `seed` is below 2^63, as a `long` holds it."""
     packed = None
     if prompt_token_ids is not None:
-        packed = base64.b64encode(struct.pack(f"<{len(prompt_token_ids)}I", *prompt_token_ids)).decode("ascii")
+        packed = base64.b64encode(_little_endian(prompt_token_ids)).decode("ascii")
     plain = asdict(sampling) if isinstance(sampling, SamplingParams) else sampling
     return Receipt(weights, tokenizer, template, plain, seed, engine_version, packed)
+
+
+def _little_endian(token_ids: Sequence[int]) -> bytes:
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def _result_source(document: Document | RejectedDocument) -> ResultSource:

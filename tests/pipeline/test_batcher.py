@@ -196,3 +196,13 @@ def test_no_stream_of_newcomers_can_starve_a_document(waiting: list[tuple[list[b
         now += 1.0
         assert turn < 10 + len(waiting)
     assert left >= set(range(len(waiting)))
+
+
+def test_a_document_old_as_well_as_near_its_deadline_is_urgent_once() -> None:
+    batcher = make()
+    add(batcher, "both", deadline=110.0)
+    add(batcher, "young", now=50.0)
+    add(batcher, "later", now=50.0, deadline=500.0)
+    assert batcher.next_batch(10, now=100.0) == ["both"]
+    assert batcher.next_batch(100, now=100.0) == ["young", "later"]
+    assert (len(batcher), batcher.num_tokens) == (0, 0)
