@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import orjson
 from elastic_transport import TransportError
@@ -32,8 +32,9 @@ _REPLY_PARTS = "errors,items.*.status,items.*.error.type,items.*.error.reason"
 _FREE_FORM_LOSS = "metadata or output that no JSON for Elasticsearch can hold"
 
 
-class OutboundRow(NamedTuple):
-    """A row on its way: serialised once, here, and sent as these bytes however often."""
+@dataclass(slots=True)
+class OutboundRow:
+    """A row on its way: serialised once, here, and sent as these bytes however often. Not frozen: that takes longer."""
 
     row: DocumentResult
     position: SourcePosition

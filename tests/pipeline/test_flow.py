@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise, repeat
 
 import pytest
@@ -389,7 +388,7 @@ def test_the_suspects_of_a_revoked_partition_are_dropped(make_stage: MakeStage) 
 
 def test_documents_that_were_in_flight_when_three_workers_died_run_alone(make_stage: MakeStage) -> None:
     documents = [make_document(offset, prompt=f"number {offset}") for offset in range(6)]
-    source = MemorySource([replace(one, crash_count=one.position.offset % 2 * 3) for one in documents])
+    source = MemorySource([one._replace(crash_count=one.position.offset % 2 * 3) for one in documents])
     stage = make_stage(source)
     submitted: list[int] = []
     stage.flow.open_engine()
