@@ -6,7 +6,7 @@ later. Decode steps and small mixed ones replay CUDA graphs; large ones are laun
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class CudaRunner:
                 if decoder.mixes_places:
                     self._mixed_graphs = MixedGraphs(*common, max_tokens_per_step, pool)
                 self._decode_graphs = DecodeGraphs(*common, self._min_tokens_saved is not None, pool)
+        self._warm_up()
         self.step_seconds = dict.fromkeys(("gather", "launch"), 0.0)
         self.num_replays = 0
         self.num_mixed_replays = 0
@@ -139,6 +140,27 @@ class CudaRunner:
             self._cache.block_size,
             self._min_tokens_saved,
         )
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Steps kernel by kernel that write nowhere, so that what they compile is compiled before the first request."""
+        block_size = self._cache.block_size
+        num_rows = min(3, len(self._rows.num_tokens))
+        if self._rows.token_ids.shape[1] < 2 * block_size:
+            return  # too short for a prefix and what comes behind it
+        for min_tokens_saved in (None, 1) if self._min_tokens_saved is not None else (None,):
+            arrays = gather_step(
+                self._rows.token_ids,
+                self._rows.block_tables,
+                self._rows.num_tokens,
+                np.arange(num_rows),
+                np.array([block_size + 1, block_size + 1, 0][:num_rows]),
+                np.array([1, 1, 2 * block_size][:num_rows]),
+                np.ones(num_rows, dtype=np.bool_),
+                block_size,
+                min_tokens_saved,
+            )
+            self._run(replace(arrays, slot_mapping=np.full_like(arrays.slot_mapping, -1)))
 
     def _finish(
         self, arrays: StepArrays, attended: torch.Tensor, residual: torch.Tensor

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
-MAX_SHARED_GROUPS = 16
-# Tokens of keys not read again that pay for the second attention call and the merge, in each layer.
+MAX_SHARED_GROUPS = 64
+# Tokens of keys not read again, by all groups together, that pay for a layer's second attention call and its merge.
 MIN_TOKENS_SAVED = 32_000
+MIN_GROUP_SHARE = 1 / 16  # of that, by each group: one more costs a few multiprocessors their time
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def gather_step(
 def find_groups(
     tables: IntArray, lengths: npt.NDArray[np.int64], block_size: int, min_tokens_saved: int
 ) -> list[tuple[npt.NDArray[np.int64], int]]:
-    """(members, common blocks) of the groups whose sharing saves enough, most first, at most MAX_SHARED_GROUPS.
+    """(members, common blocks) of groups whose sharing saves enough together, most first, MAX_SHARED_GROUPS at most.
 
     Rows with the same first block form a group; its prefix is the blocks that all of them have in common, each row's
     last token's block left out. One level: prefixes within prefixes are not looked for.
@@ -132,10 +133,12 @@ def find_groups(
         equal = (tables[members, :most] == tables[members[0], :most]).all(axis=0)
         num_common = most if equal.all() else int(equal.argmin())
         saved = (len(members) - 1) * num_common * block_size
-        if saved >= min_tokens_saved:
+        if saved >= min_tokens_saved * MIN_GROUP_SHARE:
             found.append((saved, members, num_common))
-    found.sort(key=lambda entry: -entry[0])
-    return [(members, num_common) for _, members, num_common in found[:MAX_SHARED_GROUPS]]
+    found = sorted(found, key=lambda entry: -entry[0])[:MAX_SHARED_GROUPS]
+    if sum(saved for saved, _, _ in found) < min_tokens_saved:
+        return []
+    return [(members, num_common) for _, members, num_common in found]
 
 
 def _grouped_first(groups: list[tuple[npt.NDArray[np.int64], int]], num_rows: int) -> npt.NDArray[np.int64]:

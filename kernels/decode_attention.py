@@ -99,7 +99,7 @@ def _blocks_of(block_table, tile_start, pair_key, stop, BLOCK_SIZE: tl.constexpr
         return tl.load(block_table + key_id // BLOCK_SIZE, mask=key_id < stop, other=0)
 
 
-@triton.jit(do_not_specialize=["sliding_window", "num_splits", "min_tiles"])
+@triton.jit(do_not_specialize=["sliding_window", "num_splits", "min_tiles", "block_table_stride"])
 def _decode_attention_kernel(
     query_ptr,
     key_cache_ptr,

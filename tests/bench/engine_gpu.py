@@ -197,24 +197,33 @@ def distances(logits: torch.Tensor, chosen: torch.Tensor) -> list[float]:
     return below
 
 
-def largest_distance(
+@dataclass(frozen=True)
+class Distances:
+    """Of the engine's tokens' logits from the reference's largest, teacher-forced."""
+
+    largest: float
+    mean: float
+    num_others: int  # tokens that are not the reference's
+    num_tokens: int
+
+
+def distances_of(
     outputs: dict[int, InferenceOutput], requests: Sequence[tuple[list[int], int]], model: Any
-) -> tuple[float, int, int]:
-    """Of the engine's tokens from the model's maximum, teacher-forced; tokens that are not the model's; all tokens."""
+) -> Distances:
     gaps: list[float] = []
     for i, (prompt, max_tokens) in enumerate(requests):
         assert outputs[i].failure is None, outputs[i]
         assert len(outputs[i].token_ids) == max_tokens
         logits = reference_logits(model, prompt, outputs[i].token_ids)
         gaps += distances(logits, torch.tensor(outputs[i].token_ids, device=DEVICE))
-    return max(gaps), sum(gap > 0 for gap in gaps), len(gaps)
+    return Distances(max(gaps), statistics.fmean(gaps), sum(gap > 0 for gap in gaps), len(gaps))
 
 
 PREEMPTION = "preemption: 3,200 tokens of cache"
-# How far a chosen token's logit may lie below the float32 reference's largest, where logits deviate by about 4. Wrong
-# pages, positions and lengths lie at 12 and more. FP8's reference rounds weights and activations to FP8 as the engine
-# does, and does all else in float32.
-LIMITS = {"float32": 0.0, "bf16": 2.0, "fp8": 8.0}
+# How far chosen tokens' logits may lie below the reference's largest, where logits deviate by about 4: the farthest,
+# and all on average. FP8's reference rounds weights and activations to FP8 as the engine does and does all else in
+# float32; with attention as peaked as here some of its tokens lie as far as those of a wrong page, but not on average.
+LIMITS = {"float32": (0.0, 0.0), "bf16": (2.0, 0.1), "fp8": (16.0, 2.0)}
 
 
 def transformers_model(config: ModelConfig, dtype: torch.dtype, seed: int) -> Any:
@@ -293,7 +302,7 @@ def check() -> None:
         "blocks of 128": replace(small, block_size=128, max_tokens_per_step=2048),
     }
     failures = []
-    for label, limit in LIMITS.items():
+    for label, (limit, mean_limit) in LIMITS.items():
         dtype = torch.float32 if label == "float32" else torch.bfloat16
         precision = "fp8" if label == "fp8" else "bf16"
         model = transformers_model(CHECKED, dtype, seed=3)
@@ -305,18 +314,18 @@ def check() -> None:
             decoder = build_decoder(CHECKED, dtype, precision, build.max_model_len, 3, True)
             engine, runner = build_engine(decoder, replace(build, precision=precision))
             answers = (run_in_two_waves if name == PREEMPTION else run)(engine, requests, build.block_size)
-            distance, num_others, num_tokens = largest_distance(answers, requests, model)
+            found = distances_of(answers, requests, model)
             if name == PREEMPTION and not engine.stats().num_preemptions:
                 failures.append(f"{label}: nothing was preempted")
             print(
-                f"check {label:8s}{name:35s} largest distance {distance:.5f} (limit {limit}),"
-                f" {num_others} of {num_tokens} tokens not the reference's; {runner.num_replays} replays,"
-                f" {runner.num_mixed_replays} mixed, {runner.num_shared_steps} shared steps,"
-                f" {engine.stats().num_preemptions} preemptions",
+                f"check {label:8s}{name:35s} distance at most {found.largest:.5f} (limit {limit}), on average"
+                f" {found.mean:.5f} (limit {mean_limit}), {found.num_others} of {found.num_tokens} tokens not the"
+                f" reference's; {runner.num_replays} replays, {runner.num_mixed_replays} mixed,"
+                f" {runner.num_shared_steps} shared steps, {engine.stats().num_preemptions} preemptions",
                 flush=True,
             )
-            if distance > limit:
-                failures.append(f"{label}, {name}: {distance} is more than {limit}")
+            if found.largest > limit or found.mean > mean_limit:
+                failures.append(f"{label}, {name}: {found} is more than {limit}, {mean_limit}")
             del engine, runner, decoder
         for name, mutate in MUTATIONS.items():
             decoder = build_decoder(CHECKED, dtype, precision, small.max_model_len, 3, True)
@@ -324,10 +333,10 @@ def check() -> None:
             engine, _ = build_engine(decoder, replace(small, with_graphs=False, min_tokens_saved=None))
             outputs = run(engine, requests, small.block_size)
             is_finite = all(output.failure is None for output in outputs.values())
-            distance = largest_distance(outputs, requests, model)[0] if is_finite else float("inf")
-            print(f"check {label:8s}mutation, {name:25s} distance {distance:.5f}, must exceed {limit}", flush=True)
-            if distance <= limit:
-                failures.append(f"{label}: the mutation '{name}' was not noticed, {distance} is within {limit}")
+            noticed = distances_of(outputs, requests, model) if is_finite else None
+            print(f"check {label:8s}mutation, {name:25s} {noticed}, on average more than {mean_limit}", flush=True)
+            if noticed is not None and noticed.mean <= mean_limit:
+                failures.append(f"{label}: the mutation '{name}' was not noticed, {noticed}")
             del engine, decoder
         del model
         gc.collect()
