@@ -17,7 +17,6 @@ from engine.models.decoder import Decoder
 from engine.staging import Staging, layout, slices
 from engine.step_arrays import MAX_SHARED_GROUPS, IntArray, SharedArrays, StepArrays
 from kernels.attention_plan import SharedPrefixes
-from kernels.sampling import greedy
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
 
@@ -145,7 +144,7 @@ class DecodeGraphs:
                 shared=shared,
             )
             logits = self._decoder.logits(self._decoder.forward(batch, self._cache))
-            return logits, choose(logits, self._last_token_ids, rows)
+            return logits, choose(self._decoder, logits, self._last_token_ids, rows)
 
         return step
 
@@ -160,14 +159,15 @@ def capture(
         step()  # compiles kernels and lets libraries take their workspaces outside of the capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Threads of others, NCCL's among them, may ask after their events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         results = step()
     return graph, results
 
 
-def choose(logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def choose(decoder: Decoder, logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Greedy tokens, into their rows of last_token_ids too: (2, num_rows) int32, ids and whether a row was finite."""
-    token_ids, finite = greedy(logits)
+    token_ids, finite = decoder.greedy(logits)
     chosen = torch.stack((token_ids.to(torch.int32), finite.to(torch.int32)))
     last_token_ids.index_copy_(0, rows.long(), chosen[0])
     return chosen

@@ -20,8 +20,9 @@ from engine.models.decoder import Decoder
 from engine.request import Request
 from engine.sampler import Sampler, is_plain
 from engine.staging import Staging
-from engine.step_arrays import MAX_SHARED_GROUPS, MIN_TOKENS_SAVED, StepArrays, gather_step
+from engine.step_arrays import MAX_SHARED_GROUPS, MIN_TOKENS_SAVED, StepArrays, gather_step, received_step
 from engine.step_plan import DoneStep, SampledTokens, StepPlan
+from engine.tensor_parallel import Ranks, RankStep
 from kernels.attention_plan import SharedPrefixes
 from schemas.inference import InferenceRequest
 
@@ -57,11 +58,16 @@ class CudaRunner:
         max_tokens_per_step: int,
         with_graphs: bool = True,
         min_tokens_saved: int | None = MIN_TOKENS_SAVED,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`min_tokens_saved`: keys, in tokens a layer, that reading a shared prefix once must save; None: never."""
+        """`min_tokens_saved`: keys, in tokens a layer, that reading a shared prefix once must save; None: never.
+
+        `ranks`: those that compute every step along with this one.
+        """
         self._decoder = decoder
         self._cache = cache
         self._sampler = sampler
+        self._ranks = ranks or Ranks()
         self._min_tokens_saved = min_tokens_saved if decoder.shares_prefixes else None
         self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
         self._sampling: set[int] = set()  # request ids that the sampler knows
@@ -96,12 +102,37 @@ class CudaRunner:
         started = time.perf_counter()
         for request in plan.preempted:
             self._rows.forget(request.request_id)
+        arrays = self._gather(plan) if plan.scheduled else None
+        sampling = [plan.scheduled[run].request for run in arrays.sampling_runs] if arrays is not None else []
+        is_plain_step = all(is_plain(request.inference) for request in sampling)
+        self._ranks.tell(RankStep(plan.scrub, arrays, whole_logits=not is_plain_step))
         if plan.scrub:
             self._cache.zero_blocks(plan.scrub)
-        if not plan.scheduled:
+        if arrays is None:
             return DoneStep(SampledTokens())
-        arrays = self._gather(plan)
         gathered = time.perf_counter()
+        logits, chosen = self._compute(arrays)
+        if is_plain_step:
+            launched: DoneStep | _Launched = self._hand_over(arrays, chosen)
+        else:
+            sampled = self._sampler.sample(self._decoder.gather_logits(logits), sampling)
+            launched = DoneStep(_reordered(sampled, np.argsort(arrays.sampling_runs).tolist()))
+        self.step_seconds["gather"] += gathered - started
+        self.step_seconds["launch"] += time.perf_counter() - gathered
+        return launched
+
+    @torch.inference_mode()
+    def follow(self, step: RankStep) -> None:
+        """What `launch` computes, on a rank that is told of it."""
+        if step.scrub:
+            self._cache.zero_blocks(step.scrub)
+        if step.inputs is not None:
+            logits, _ = self._compute(received_step(step.inputs))
+            if step.whole_logits:
+                self._decoder.gather_logits(logits)
+
+    def _compute(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits (num_sampling, vocab_size), chosen (2, num_sampling)), on their way."""
         if self._decode_graphs is not None and self._decode_graphs.takes(arrays):
             logits, chosen = self._decode_graphs.replay(arrays)
             self.num_replays += 1
@@ -111,10 +142,7 @@ class CudaRunner:
         else:
             logits, chosen = self._run(arrays)
         self.num_shared_steps += arrays.shared is not None
-        launched = self._hand_over(plan, arrays, logits, chosen)
-        self.step_seconds["gather"] += gathered - started
-        self.step_seconds["launch"] += time.perf_counter() - gathered
-        return launched
+        return logits, chosen
 
     def release(self, request: Request) -> None:
         """The request ended: its row and its sampling state go. Idempotent."""
@@ -167,7 +195,7 @@ class CudaRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         indices, rows = self._staging.upload([arrays.logits_indices, arrays.sampling_rows])
         logits = self._decoder.logits(self._decoder.finish(attended, residual, indices))
-        return logits, choose(logits, self._last_token_ids, rows)
+        return logits, choose(self._decoder, logits, self._last_token_ids, rows)
 
     def _run(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
         """Kernel by kernel; (logits (num_sampling, vocab_size), chosen (2, num_sampling))."""
@@ -204,23 +232,16 @@ class CudaRunner:
         )
         hidden = self._decoder.forward(batch, self._cache)
         logits = self._decoder.logits(hidden)
-        return logits, choose(logits, self._last_token_ids, sampling_rows)
+        return logits, choose(self._decoder, logits, self._last_token_ids, sampling_rows)
 
-    def _hand_over(
-        self, plan: StepPlan, arrays: StepArrays, logits: torch.Tensor, chosen: torch.Tensor
-    ) -> DoneStep | _Launched:
-        """Starts the copy of greedy tokens to the host; other ways of choosing are done here, and waited for."""
-        requests = [plan.scheduled[run].request for run in arrays.sampling_runs]
-        plan_order = np.argsort(arrays.sampling_runs).tolist()
-        if all(is_plain(request.inference) for request in requests):
-            turn, self._turn = self._turn, (self._turn + 1) % _DEPTH
-            pinned = self._chosen[turn][: chosen.numel()].view(chosen.shape)
-            pinned.copy_(chosen.contiguous(), non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-            return _Launched(pinned, arrived, plan_order)
-        sampled = self._sampler.sample(logits, requests)
-        return DoneStep(_reordered(sampled, plan_order))
+    def _hand_over(self, arrays: StepArrays, chosen: torch.Tensor) -> _Launched:
+        """Starts the copy of greedy tokens to the host."""
+        turn, self._turn = self._turn, (self._turn + 1) % _DEPTH
+        pinned = self._chosen[turn][: chosen.numel()].view(chosen.shape)
+        pinned.copy_(chosen.contiguous(), non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return _Launched(pinned, arrived, np.argsort(arrays.sampling_runs).tolist())
 
 
 def _reordered(sampled: SampledTokens, order: Sequence[int]) -> SampledTokens:

@@ -1,10 +1,11 @@
 """From settings to a started engine: every part is read, checked against the others, and tried once."""
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from engine.block_pool import BlockPool
 from engine.cuda_runner import CudaRunner
 from engine.detokenizer import TextStream
-from engine.engine import Engine, Runner
+from engine.engine import Engine
 from engine.grammar import LabelSets
+from engine.group import Group, join, open_store
 from engine.kv_cache import KVCache
 from engine.memory import decide_kv_cache_tokens, free_bytes_for_cache, kv_bytes_per_token, worst_step_batch
 from engine.model_config import ModelConfig, read_gguf_config, read_model_config
@@ -23,12 +25,14 @@ from engine.models.decoder import Decoder
 from engine.models.precision import Fp8Precision, PlainPrecision, Precision
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
+from engine.tensor_parallel import Ranks, Tree
 from engine.tokenizer import Tokenizer
 from engine.weights.checkpoint import Checkpoint, stream_parameters
 from engine.weights.gguf import GGUFCheckpoint
 from engine.weights.gguf_metadata import is_gguf, read_gguf_metadata
 from engine.weights.safetensors import SafetensorsCheckpoint
-from schemas.errors import ModelError, SettingsError
+from engine.weights.sharding import check_divisible, shard_config, shard_parameters
+from schemas.errors import ModelError, PagemillError, SettingsError
 from schemas.inference import EngineInfo, EngineSettings, ModelSettings
 
 Progress = Callable[[str, float], None]  # part of start-up, fraction of it done
@@ -48,37 +52,28 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
 
 
-def load_engine(model: ModelSettings, engine: EngineSettings, progress: Progress) -> tuple[Engine, EngineInfo]:
-    """Raises ModelError or SettingsError, with what to do, before anything is served."""
+def load_engine(
+    model: ModelSettings,
+    engine: EngineSettings,
+    progress: Progress,
+    on_rank_lost: Callable[[PagemillError], object] = lambda error: None,
+) -> tuple[Engine, EngineInfo]:
+    """Raises ModelError or SettingsError, with what to do, before anything is served.
+
+    `on_rank_lost`: called from another thread where one of several ranks fails; nothing can be computed from then on.
+    """
     clock = _StartClock(progress)
     with clock.part("tokenizer"):
         files = open_model(Path(model.path).expanduser())
         fingerprint = files.checkpoint.fingerprint()
-    device = choose_device(model.device)
-    dtype = choose_dtype(model.dtype, device)
-    if device.type == "cpu" and engine.num_threads:
-        torch.set_num_threads(engine.num_threads)
-    max_model_len = _max_model_len(model, files.config)
-
-    with clock.part("weights"):
-        decoder = load_decoder(
-            files,
-            dtype,
-            device,
-            max_model_len,
-            progress=lambda fraction: progress("weights", fraction),
-            precision=choose_precision(model.quantization, dtype, device),
-        )
-    with clock.part("memory"):
-        kv_cache_tokens = _size_cache(decoder, engine, max_model_len)
-        cache = allocate_cache(decoder, kv_cache_tokens // engine.block_size, engine.block_size)
-    with clock.part("canary"):
-        check_canary(decoder)
-
-    # A sequence longer than the whole cache could never run.
-    max_model_len = min(max_model_len, kv_cache_tokens)
-    identity = _identity(fingerprint, files.config)
-    started = build_engine(files, decoder, cache, engine, max_model_len, identity)
+    ranks, group = Ranks(on_rank_lost), Group()
+    if engine.tensor_parallel > 1:
+        with clock.part("ranks"):
+            group = _start_ranks(ranks, files.config, model, engine)
+    with ranks.explaining():
+        decoder, cache, max_model_len = _load_part(files, model, engine, group, clock)
+        identity = _identity(fingerprint, files.config)
+        started = build_engine(files, decoder, cache, engine, max_model_len, identity, ranks)
     info = EngineInfo(
         model=model.name or (files.path.stem if files.path.is_file() else files.path.resolve().name),
         identity=identity,
@@ -86,24 +81,78 @@ def load_engine(model: ModelSettings, engine: EngineSettings, progress: Progress
         vocab_size=files.tokenizer.vocab_size,
         max_model_len=max_model_len,
         block_size=engine.block_size,
-        kv_cache_tokens=kv_cache_tokens,
-        device=str(device),
+        kv_cache_tokens=cache.num_blocks * cache.block_size,
+        device=str(decoder.device),
         start_seconds=clock.seconds,
     )
     return started, info
 
 
+def load_rank(hello: Tree) -> CudaRunner | ModelRunner:
+    """Another rank's part of what `load_engine` loads, side by side with it; `hello`: see `_start_ranks`."""
+    model, settings = ModelSettings(**hello["model"]), EngineSettings(**hello["engine"])
+    files = open_model(Path(model.path).expanduser())
+    device = rank_device(choose_device(model.device), hello["rank"])
+    group = join(hello["port"], hello["rank"], settings.tensor_parallel, device)
+    clock = _StartClock(lambda part, fraction: None)
+    decoder, cache, max_model_len = _load_part(files, model, settings, group, clock)
+    sampler = Sampler(LabelSets(files.eos_token_ids, lambda: files.tokenizer.token_bytes))
+    return build_runner(decoder, cache, sampler, settings, max_model_len, Ranks())
+
+
+def _start_ranks(ranks: Ranks, config: ModelConfig, model: ModelSettings, engine: EngineSettings) -> Group:
+    """Starts them and meets them. Raises SettingsError where the model or the devices cannot be divided so."""
+    size = engine.tensor_parallel
+    check_divisible(config, size)
+    first = choose_device(model.device)
+    for rank in range(size):
+        rank_device(first, rank)
+    store = open_store()
+    ranks.start({"port": store.port, "model": asdict(model), "engine": asdict(engine)}, size - 1)
+    with ranks.explaining():
+        return join(store, 0, size, rank_device(first, 0))
+
+
+def _load_part(
+    files: LoadedModel, model: ModelSettings, settings: EngineSettings, group: Group, clock: "_StartClock"
+) -> tuple[Decoder, KVCache, int]:
+    """This rank's decoder and cache, tried once; and the longest sequence that fits."""
+    device = rank_device(choose_device(model.device), group.rank)
+    dtype = choose_dtype(model.dtype, device)
+    if device.type == "cpu" and (settings.num_threads or group.size > 1):
+        torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // group.size))
+    max_model_len = _max_model_len(model, files.config)
+    with clock.part("weights"):
+        decoder = load_decoder(
+            files,
+            dtype,
+            device,
+            max_model_len,
+            progress=lambda fraction: clock.progress("weights", fraction),
+            precision=choose_precision(model.quantization, dtype, device),
+            group=group,
+        )
+    with clock.part("memory"):
+        kv_cache_tokens = _size_cache(decoder, settings, max_model_len)
+        cache = allocate_cache(decoder, kv_cache_tokens // settings.block_size, settings.block_size)
+    with clock.part("canary"):
+        check_canary(decoder)
+    # A sequence longer than the whole cache could never run.
+    return decoder, cache, min(max_model_len, kv_cache_tokens)
+
+
 def build_engine(
-    files: LoadedModel, decoder: Decoder, cache: KVCache, settings: EngineSettings, max_model_len: int, identity: bytes
+    files: LoadedModel,
+    decoder: Decoder,
+    cache: KVCache,
+    settings: EngineSettings,
+    max_model_len: int,
+    identity: bytes,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """An engine over a loaded decoder and an empty cache. Several may share a decoder, each with its own cache."""
     label_sets = LabelSets(files.eos_token_ids, lambda: files.tokenizer.token_bytes)
-    sampler = Sampler(label_sets)
-    runner: Runner
-    if decoder.device.type == "cuda":
-        runner = CudaRunner(decoder, cache, sampler, settings.max_running, max_model_len, settings.max_tokens_per_step)
-    else:
-        runner = ModelRunner(decoder, cache, sampler, settings.max_running, max_model_len)
+    runner = build_runner(decoder, cache, Sampler(label_sets), settings, max_model_len, ranks or Ranks())
     scheduler = Scheduler(
         BlockPool(cache.num_blocks),
         settings.block_size,
@@ -114,6 +163,17 @@ def build_engine(
         settings.prefix_caching,
     )
     return Engine(runner, scheduler, lambda stop: TextStream(files.tokenizer, stop), label_sets, files.eos_token_ids)
+
+
+def build_runner(
+    decoder: Decoder, cache: KVCache, sampler: Sampler, settings: EngineSettings, max_model_len: int, ranks: Ranks
+) -> CudaRunner | ModelRunner:
+    """What carries steps out on the decoder's device."""
+    if decoder.device.type == "cpu":
+        return ModelRunner(decoder, cache, sampler, settings.max_running, max_model_len, ranks)
+    return CudaRunner(
+        decoder, cache, sampler, settings.max_running, max_model_len, settings.max_tokens_per_step, ranks=ranks
+    )
 
 
 def open_model(path: Path) -> LoadedModel:
@@ -151,11 +211,18 @@ def load_decoder(
     num_positions: int,
     progress: Callable[[float], None] = lambda fraction: None,
     precision: Precision[Any] | None = None,
+    group: Group | None = None,
 ) -> Decoder:
-    """The weights, read and packed. Raises ModelError where the checkpoint's tensors are not this model's."""
+    """The weights, of several ranks this one's part of them, read and packed.
+
+    Raises ModelError where the checkpoint's tensors are not this model's.
+    """
+    group = group or Group()
     parameters = stream_parameters(files.config, files.checkpoint, dtype, device, progress)
+    parameters = shard_parameters(parameters, files.config, group)
+    config = shard_config(files.config, group)
     with torch.inference_mode():
-        return Decoder(files.config, parameters, files.tokenizer.vocab_size, num_positions, device, precision)
+        return Decoder(config, parameters, files.tokenizer.vocab_size, num_positions, device, precision, group)
 
 
 def choose_device(name: str) -> torch.device:
@@ -171,6 +238,18 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingsError(f"model.device is {name!r}; there are {torch.cuda.device_count()} CUDA devices here")
     return device
+
+
+def rank_device(first: torch.device, rank: int) -> torch.device:
+    """Rank 0 is on `first`, the others on those behind it; on a CPU all are. Raises SettingsError past the last."""
+    if first.type == "cpu":
+        return first
+    index, count = (first.index or 0) + rank, torch.cuda.device_count()
+    if index >= count:
+        raise SettingsError(
+            f"engine.tensor_parallel asks for cuda:{index}, counted from model.device; there are {count} CUDA devices"
+        )
+    return torch.device("cuda", index)
 
 
 def choose_precision(quantization: str, dtype: torch.dtype, device: torch.device) -> Precision[Any]:
@@ -198,7 +277,8 @@ def check_canary(decoder: Decoder) -> None:
     num_tokens = min(_CANARY_TOKENS, decoder.num_positions)
     batch, num_blocks = worst_step_batch(num_tokens, 1, num_tokens, _CANARY_TOKENS, decoder.device)
     batch = replace(batch, token_ids=torch.arange(num_tokens, device=decoder.device) % decoder.num_tokens)
-    logits = decoder.logits(decoder.forward(batch, allocate_cache(decoder, num_blocks, _CANARY_TOKENS)))
+    hidden = decoder.forward(batch, allocate_cache(decoder, num_blocks, _CANARY_TOKENS))
+    logits = decoder.gather_logits(decoder.logits(hidden))
     if not bool(torch.isfinite(logits[:, : decoder.num_tokens]).all()):
         raise ModelError(
             f"the model's first logits are not finite in {str(decoder.dtype).removeprefix('torch.')}: its weights are "
@@ -227,9 +307,11 @@ def _size_cache(decoder: Decoder, settings: EngineSettings, max_model_len: int) 
             settings.max_tokens_per_step, settings.max_running, max_model_len, settings.block_size, decoder.device
         )
         cache = allocate_cache(decoder, num_blocks, settings.block_size)
-        decoder.logits(decoder.forward(batch, cache))
+        decoder.gather_logits(decoder.logits(decoder.forward(batch, cache)))
 
-    free_bytes = free_bytes_for_cache(settings, decoder.device, worst_step)
+    group = decoder.group
+    free_bytes = free_bytes_for_cache(settings, decoder.device, worst_step, group.size)
+    free_bytes = group.minimum(free_bytes, decoder.device)  # all pools are of one size
     return decide_kv_cache_tokens(
         settings, max_model_len, kv_bytes_per_token(decoder.config, decoder.dtype), free_bytes
     )
@@ -259,12 +341,12 @@ class _StartClock:
 
     def __init__(self, progress: Progress) -> None:
         self.seconds: dict[str, float] = {}
-        self._progress = progress
+        self.progress = progress
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        self._progress(name, 0.0)
+        self.progress(name, 0.0)
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-        self._progress(name, 1.0)
+        self.progress(name, 1.0)

@@ -47,14 +47,14 @@ def decide_kv_cache_tokens(settings: EngineSettings, max_model_len: int, bytes_p
 
 
 def free_bytes_for_cache(
-    settings: EngineSettings, device: torch.device, worst_step: Callable[[], None] = lambda: None
+    settings: EngineSettings, device: torch.device, worst_step: Callable[[], None] = lambda: None, num_ranks: int = 1
 ) -> int:
     """Call it after the weights are loaded. On a GPU `worst_step` runs, the largest step that may come, and what it
     takes at its peak is left free; on a CPU a quarter of the free memory is ours, or all of it for a size in the
-    settings.
+    settings, of which `num_ranks` have equal parts.
     """
     if device.type == "cpu":
-        free = available_ram_bytes()
+        free = available_ram_bytes() // num_ranks
         return free if settings.kv_cache_tokens else int(free * CPU_SHARE)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -7,7 +7,7 @@ per-row arrays. Decides nothing: what runs is the scheduler's, what is drawn the
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.request import Request
 from engine.step_plan import DoneStep, SampledTokens, ScheduledTokens, StepPlan
+from engine.tensor_parallel import Ranks, RankStep
+from kernels.attention_plan import SharedPrefixes
 from schemas.inference import InferenceRequest
 
 
@@ -85,11 +87,19 @@ class ModelRunner:
     """One decoder, its KV cache and its sampler."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, sampler: SamplerFace, max_running: int, max_model_len: int
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        sampler: SamplerFace,
+        max_running: int,
+        max_model_len: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: those that compute every step along with this one."""
         self._decoder = decoder
         self._cache = cache
         self._sampler = sampler
+        self._ranks = ranks or Ranks()
         self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
         self._sampling: set[int] = set()  # request ids that the sampler knows
         # Totals. A device's work counts where it is waited for.
@@ -111,7 +121,8 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> DoneStep:
         """`execute`, in the engine's form of it."""
-        return DoneStep(self.execute(plan))
+        with self._ranks.explaining():
+            return DoneStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> SampledTokens:
@@ -119,15 +130,16 @@ class ModelRunner:
         started = time.perf_counter()
         for request in plan.preempted:
             self._rows.forget(request.request_id)
+        batch = self._prepare(plan.scheduled) if plan.scheduled else None
+        self._ranks.tell(RankStep(plan.scrub, batch, whole_logits=True))
         if plan.scrub:
             self._cache.zero_blocks(plan.scrub)
-        if not plan.scheduled:
+        if batch is None:
             return SampledTokens()
-        batch = self._prepare(plan.scheduled)
         prepared = time.perf_counter()
         hidden = self._decoder.forward(batch, self._cache)
         sampling = [run.request for run in plan.scheduled if run.samples]
-        logits = self._decoder.logits(hidden)
+        logits = self._decoder.gather_logits(self._decoder.logits(hidden))
         computed = time.perf_counter()
         sampled = self._sampler.sample(logits, sampling) if sampling else SampledTokens()
         ended = time.perf_counter()
@@ -135,6 +147,15 @@ class ModelRunner:
         self._step_seconds["forward"] += computed - prepared
         self._step_seconds["sample"] += ended - computed
         return sampled
+
+    @torch.inference_mode()
+    def follow(self, step: RankStep) -> None:
+        """What `execute` computes, on a rank that is told of it."""
+        if step.scrub:
+            self._cache.zero_blocks(step.scrub)
+        if step.inputs is not None:
+            hidden = self._decoder.forward(received_batch(step.inputs), self._cache)
+            self._decoder.gather_logits(self._decoder.logits(hidden))
 
     def release(self, request: Request) -> None:
         """The request ended: its row and its sampling state go. Idempotent."""
@@ -156,6 +177,18 @@ class ModelRunner:
         counts = np.array([run.count for run in scheduled], dtype=np.int64)
         samples = np.array([run.samples for run in scheduled], dtype=np.bool_)
         return gather_batch(self._rows, rows, starts, counts, samples, self._cache.block_size, self._decoder.device)
+
+
+def received_batch(tree: Mapping[str, Any]) -> ForwardBatch:
+    """From the fields of one that another process gathered."""
+
+    def tensors(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in fields.items()}
+
+    shared = tree["shared"]
+    return ForwardBatch(
+        **{**tensors(tree), "shared": SharedPrefixes(**tensors(shared)) if shared is not None else None}
+    )
 
 
 def gather_batch(

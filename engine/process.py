@@ -6,7 +6,6 @@ and SIGTERM are the worker's to act on.
 """
 
 import contextlib
-import ctypes
 import gc
 import os
 import queue
@@ -18,9 +17,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from engine import protocol
+from engine.lifetime import die_with_parent
 from engine.protocol import Message, MessageKind
 from schemas.errors import EngineError, PagemillError
 from schemas.inference import (
@@ -34,7 +34,6 @@ from schemas.inference import (
 
 HEARTBEAT_SECONDS = 1.0
 STATS_SECONDS = 0.25  # while busy; going idle always sends them
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ServedEngine(Protocol):
@@ -48,7 +47,8 @@ class ServedEngine(Protocol):
 
 
 Progress = Callable[[str, float], None]  # part of start-up, fraction of it done
-LoadEngine = Callable[[ModelSettings, EngineSettings, Progress], tuple[ServedEngine, EngineInfo]]
+Fail = Callable[[BaseException], object]  # ends the process, from any thread, with the error as its last words
+LoadEngine = Callable[[ModelSettings, EngineSettings, Progress, Fail], tuple[ServedEngine, EngineInfo]]
 
 
 class WorkerConnection:
@@ -162,7 +162,7 @@ def run(descriptor: int, load: LoadEngine) -> int:
     """The process's life on the inherited socket; returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _die_with_parent()
+    die_with_parent()
     connection = WorkerConnection(socket.socket(fileno=descriptor))
     connection.start()
     try:
@@ -171,7 +171,10 @@ def run(descriptor: int, load: LoadEngine) -> int:
         protocol.check_version(hello)
         model, settings = protocol.decode_settings(hello)
         engine, info = load(
-            model, settings, lambda part, fraction: connection.send((MessageKind.PROGRESS, part, fraction))
+            model,
+            settings,
+            lambda part, fraction: connection.send((MessageKind.PROGRESS, part, fraction)),
+            lambda error: _fail(connection, error),
         )
         gc.collect()
         gc.freeze()  # what loading made lives as long as the process: collections need not look at it
@@ -180,27 +183,33 @@ def run(descriptor: int, load: LoadEngine) -> int:
             _carry_out(message, engine)
         serve(connection, engine)
     except BaseException as error:
-        if isinstance(error, PagemillError):
-            name, sentence = type(error).__name__, str(error)
-        else:
-            name, sentence = "EngineError", traceback.format_exception_only(error)[-1].strip()
-            traceback.print_exc()
-        with contextlib.suppress(OSError):  # the worker may be gone
-            connection.send((MessageKind.FATAL, name, sentence))
+        _tell_why(connection, error)
     return 1
 
 
-def _die_with_parent() -> None:
-    """A second belt beside the closed socket, where the system has one: killed by the kernel with the worker."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _tell_why(connection: WorkerConnection, error: BaseException) -> None:
+    if isinstance(error, PagemillError):
+        name, sentence = type(error).__name__, str(error)
+    else:
+        name, sentence = "EngineError", traceback.format_exception_only(error)[-1].strip()
+        traceback.print_exception(error)
+    with contextlib.suppress(OSError):  # the worker may be gone
+        connection.send((MessageKind.FATAL, name, sentence))
 
 
-def _load(model: ModelSettings, settings: EngineSettings, progress: Progress) -> tuple[ServedEngine, EngineInfo]:
+def _fail(connection: WorkerConnection, error: BaseException) -> NoReturn:
+    """The main thread may be in a step that will never end."""
+    _tell_why(connection, error)
+    os._exit(1)
+
+
+def _load(
+    model: ModelSettings, settings: EngineSettings, progress: Progress, fail: Fail
+) -> tuple[ServedEngine, EngineInfo]:
     progress("libraries", 0.0)  # torch takes seconds to import: after the hello
     from engine.loading import load_engine
 
-    return load_engine(model, settings, progress)
+    return load_engine(model, settings, progress, fail)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,8 +3,9 @@
 Also finds the decode rows whose block tables begin alike, so that attention may read their common prefix once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,12 @@ class StepArrays:
     max_query_length: int
     max_sequence_length: int
     shared: SharedArrays | None
+
+
+def received_step(tree: Mapping[str, Any]) -> StepArrays:
+    """From the fields of one that another process gathered."""
+    shared = tree["shared"]
+    return StepArrays(**{**tree, "shared": SharedArrays(**shared) if shared is not None else None})
 
 
 def gather_step(

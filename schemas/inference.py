@@ -137,6 +137,7 @@ class EngineSettings:
     memory_fraction: float = 0.9  # of the device's memory, for weights, step and KV cache together
     prefix_caching: bool = True
     num_threads: int = 0  # CPU threads of the matrix products; 0: all cores
+    tensor_parallel: int = 1  # devices that hold the model between them, from the model's device on
 
     def __post_init__(self) -> None:
         _require(self.max_tokens_per_step >= 1, "max_tokens_per_step", self.max_tokens_per_step, "1 or more")
@@ -145,6 +146,7 @@ class EngineSettings:
         _require(self.kv_cache_tokens >= 0, "kv_cache_tokens", self.kv_cache_tokens, "0 (automatic) or more")
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction", self.memory_fraction, "above 0, at most 1")
         _require(self.num_threads >= 0, "num_threads", self.num_threads, "0 (all cores) or more")
+        _require(self.tensor_parallel >= 1, "tensor_parallel", self.tensor_parallel, "1 or more")
 
 
 @dataclass(frozen=True, slots=True)

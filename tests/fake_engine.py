@@ -161,7 +161,11 @@ def parse_behaviour(options: Sequence[str]) -> Behaviour:
 
 
 def load(
-    behaviour: Behaviour, model: ModelSettings, engine: EngineSettings, progress: process.Progress
+    behaviour: Behaviour,
+    model: ModelSettings,
+    engine: EngineSettings,
+    progress: process.Progress,
+    fail: process.Fail = lambda error: None,
 ) -> tuple[FakeEngine, EngineInfo]:
     """What the real engine's loading does, as this behaviour has it."""
     progress("weights", 0.0)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from engine.batch import ForwardBatch
+from engine.group import Group
 from engine.kv_cache import KVCache
 from engine.model_config import ModelConfig
-from engine.models.heads import LanguageModelHead
-from engine.models.precision import Gated, PlainPrecision, Precision, Product
+from engine.models.heads import Embedding, LanguageModelHead
+from engine.models.precision import Gated, PartialProduct, PlainPrecision, Precision, Product
 from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan
@@ -49,13 +49,16 @@ class Decoder:
         num_positions: int,
         device: torch.device,
         precision: Precision[Any] | None = None,
+        group: Group | None = None,
     ) -> None:
         """`parameters`: all of `expected_parameters(config)`, layer by layer, so that each layer is packed, and its
         plain weights freed, before the next is read. `num_tokens`: the tokenizer's ids, at most the vocabulary's.
         `num_positions`: the longest sequence that will come. `precision`: of the layers' products; plain where None.
+        `group`: of several ranks with a part each; `config` and `parameters` are then this rank's (weights.sharding).
         """
         self.config = config
         self.device = device
+        self.group = group or Group()
         self.num_tokens = num_tokens
         self.num_positions = num_positions
         self._precision: Precision[Any] = precision or PlainPrecision()
@@ -71,12 +74,13 @@ class Decoder:
 
         frequencies = inverse_frequencies(config.rope, config.head_size, pending.pop("rope.factors", None))
         self._cos, self._sin = rope_tables(frequencies, num_positions, device)
-        self._embedding = pending.pop("embedding.weight")
+        embedding = pending.pop("embedding.weight")
+        self._embedding = Embedding(embedding, self.group)
         self._final_norm = pending.pop("final_norm.weight")
-        head = self._embedding if config.tied_embeddings else pending.pop("head.weight")
-        self._head = LanguageModelHead(head, num_tokens)
+        head = embedding if config.tied_embeddings else pending.pop("head.weight")
+        self._head = LanguageModelHead(head, num_tokens, self.group)
         assert not pending, f"parameters without a use: {sorted(pending)}"
-        self.dtype = self._embedding.dtype
+        self.dtype = embedding.dtype
         self._attention = select_attention(device, self.dtype)
 
     @property
@@ -108,7 +112,7 @@ class Decoder:
             batch.num_decode_rows,
             batch.shared,
         )
-        residual = functional.embedding(batch.token_ids, self._embedding)
+        residual = self._embedding(batch.token_ids)
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
             attended = self._attend(layer, layer_id, layer.qkv(hidden), batch, cache, plan)
@@ -132,8 +136,19 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_rows, hidden_size) -> (num_rows, vocab_size) float32; padding of the vocabulary is -inf."""
+        """(num_rows, hidden_size) -> (num_rows, vocab_size) float32; padding of the vocabulary is -inf.
+
+        Of several ranks each has the columns of its own ids; `gather_logits` puts all of them side by side.
+        """
         return self._head(hidden)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits`' result over the whole vocabulary."""
+        return self._head.gather(logits)
+
+    def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From `logits`' result, over the whole vocabulary: (token_ids (num_rows,) int64, finite (num_rows,) bool)."""
+        return self._head.greedy(logits)
 
     def _attend(
         self, layer: _Layer, layer_id: int, qkv: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: AttentionPlan
@@ -180,15 +195,18 @@ class Decoder:
         def product(name: str) -> Product[Any]:
             return self._precision.product(pending.pop(f"layers.{layer_id}.{name}.weight"), vector(f"{name}.bias"))
 
+        def summed(product: Product[Any]) -> Product[Any]:
+            return product if self.group.size == 1 else PartialProduct(product, self.group)
+
         return _Layer(
             attention_norm=pending.pop(f"layers.{layer_id}.attention_norm.weight"),
             qkv=product("qkv"),
             query_norm=vector("query_norm.weight"),
             key_norm=vector("key_norm.weight"),
-            output=product("output"),
+            output=summed(product("output")),
             mlp_norm=pending.pop(f"layers.{layer_id}.mlp_norm.weight"),
             gate_up=self._precision.gated(pending.pop(f"layers.{layer_id}.gate_up.weight"), vector("gate_up.bias")),
-            down=product("down"),
+            down=summed(product("down")),
             window=self.config.windows[layer_id],
         )
 

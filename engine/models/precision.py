@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from engine.group import Group
 from engine.models.linear import GatedLinear, Linear
 from kernels.fp8 import add_rms_norm_fp8, fp8_linear, fp8_product, quantise_rows, quantise_weight, silu_and_multiply_fp8
 from kernels.norm import add_rms_norm, rms_norm
@@ -21,6 +22,17 @@ class Product(Protocol[A_contra]):
     """One matrix product with a stored weight."""
 
     def __call__(self, x: A_contra, /) -> torch.Tensor: ...
+
+
+class PartialProduct:
+    """The sum, over several ranks, of each one's product of its part of the input with its part of the weight."""
+
+    def __init__(self, product: Product[Any], group: Group) -> None:
+        self._product = product
+        self._group = group
+
+    def __call__(self, x: Any) -> torch.Tensor:
+        return self._group.all_reduce(self._product(x))
 
 
 class Gated(Protocol[A]):
@@ -69,9 +81,9 @@ class PlainPrecision:
         return rms_norm(x, weight, eps)
 
     def add_norm(
-        self, product: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, product: Linear | PartialProduct, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not product.can_add:
+        if isinstance(product, PartialProduct) or not product.can_add:
             return add_rms_norm(product(x), residual, weight, eps)
         product.add_to(residual, x)
         return rms_norm(residual, weight, eps), residual
@@ -128,8 +140,9 @@ class Fp8Precision:
         return Fp8Rows(values, scale)
 
     def add_norm(
-        self, product: Fp8Product, x: Fp8Rows, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, product: Fp8Product | PartialProduct, x: Fp8Rows, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[Fp8Rows, torch.Tensor]:
-        summand, scales = product.unscaled(x)
+        # Ranks' rows have scales of their own, so a sum over ranks is of scaled products.
+        summand, scales = (product(x), None) if isinstance(product, PartialProduct) else product.unscaled(x)
         values, scale, total = add_rms_norm_fp8(summand, residual, weight, eps, scales)
         return Fp8Rows(values, scale), total

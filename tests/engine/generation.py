@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from engine.engine import Engine
+from engine.kv_cache import KVCache
 from engine.loading import LoadedModel, allocate_cache, build_engine
 from engine.models.decoder import Decoder
+from engine.tensor_parallel import Ranks
 from schemas.inference import EngineSettings, InferenceOutput, InferenceRequest, SamplingParams
 
 
@@ -29,17 +31,23 @@ class Trial:
     steps_before_urgent: int = 0
 
 
-def engine_for(files: LoadedModel, decoder: Decoder, trial: Trial) -> Engine:
+def engine_for(files: LoadedModel, decoder: Decoder, trial: Trial, ranks: Ranks | None = None) -> Engine:
     """A fresh engine over the decoder, with an empty cache."""
-    settings = EngineSettings(
+    settings, max_model_len = settings_of(trial), min(decoder.num_positions, trial.kv_cache_tokens)
+    return build_engine(files, decoder, cache_for(decoder, trial), settings, max_model_len, b"a test", ranks)
+
+
+def cache_for(decoder: Decoder, trial: Trial) -> KVCache:
+    return allocate_cache(decoder, trial.kv_cache_tokens // trial.block_size, trial.block_size)
+
+
+def settings_of(trial: Trial) -> EngineSettings:
+    return EngineSettings(
         max_tokens_per_step=trial.max_tokens_per_step,
         max_running=trial.max_running,
         block_size=trial.block_size,
         prefix_caching=trial.prefix_caching,
     )
-    cache = allocate_cache(decoder, trial.kv_cache_tokens // trial.block_size, trial.block_size)
-    max_model_len = min(decoder.num_positions, trial.kv_cache_tokens)
-    return build_engine(files, decoder, cache, settings, max_model_len, identity=b"a test")
 
 
 def generate(

@@ -11,6 +11,9 @@ from kernels.sampling import (
     Filters,
     draw,
     filtered_probabilities_reference,
+    greedy_of_part,
+    greedy_of_part_triton,
+    greedy_of_parts,
     greedy_reference,
     greedy_triton,
     philox_4x32,
@@ -68,6 +71,23 @@ def test_a_row_with_nan_or_infinity_is_not_finite_and_its_neighbours_are(greedy:
     token_ids, finite = greedy(logits.to(DEVICE))
     assert finite.tolist() == [True, False, False, False, True, False, True]
     assert [token_ids[row].item() for row in (0, 4, 6)] == [5, 4, 5]
+
+
+@pytest.mark.parametrize("of_part", [greedy_of_part, greedy_of_part_triton])
+def test_the_parts_of_a_vocabulary_choose_as_the_whole_does(of_part: object) -> None:
+    assert callable(of_part)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randint(-4, 4, (9, 12), generator=generator).float().to(DEVICE)  # ties in every row
+    logits[1, 7], logits[2, 2], logits[3, :] = NAN, INF, -INF
+    logits[4, 4:8] = -INF  # one part is all padding
+    logits[5, :8] = -INF
+    logits[6, 0], logits[6, 11] = NAN, INF
+    true_ids, true_finite = greedy_reference(logits)
+    parts = [of_part(part) for part in logits.split(4, dim=1)]
+    ids = torch.stack([4 * place + token_ids for place, (token_ids, _) in enumerate(parts)])
+    token_ids, finite = greedy_of_parts(ids, torch.stack([largest for _, largest in parts]))
+    assert finite.tolist() == true_finite.tolist() == [True, False, False, False, True, True, False, True, True]
+    assert token_ids[finite].tolist() == true_ids[finite].tolist()
 
 
 def test_philox_gives_the_published_words() -> None:
