@@ -87,13 +87,13 @@ def pair() -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
-    def written(family: str, **config: int) -> Path:
+    def written(family: str, **config: Any) -> Path:
         return write_tiny_model(tmp_path_factory.mktemp(family), family, **config)
 
     return written
 
 
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tied": True}),
     "qwen3": ("qwen3", {}),
