@@ -81,7 +81,12 @@ class PlainPrecision:
         return rms_norm(x, weight, eps)
 
     def add_norm(
-        self, product: Linear | PartialProduct, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        product: Linear | PartialProduct,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(product, PartialProduct) or not product.can_add:
             return add_rms_norm(product(x), residual, weight, eps)
