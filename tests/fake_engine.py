@@ -165,7 +165,7 @@ def load(
     model: ModelSettings,
     engine: EngineSettings,
     progress: process.Progress,
-    fail: process.Fail = lambda error: None,
+    fail: process.Fail,
 ) -> tuple[FakeEngine, EngineInfo]:
     """What the real engine's loading does, as this behaviour has it."""
     progress("weights", 0.0)

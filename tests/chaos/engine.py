@@ -78,14 +78,16 @@ def main(arguments: Sequence[str]) -> int:
     record, kind, *options, descriptor = arguments
     behaviour = fake_engine.parse_behaviour(options)
 
-    def load(model: ModelSettings, settings: EngineSettings, progress: Progress) -> tuple[ServedEngine, EngineInfo]:
+    def load(
+        model: ModelSettings, settings: EngineSettings, progress: Progress, fail: process.Fail
+    ) -> tuple[ServedEngine, EngineInfo]:
         engine: ServedEngine
         if kind == "real":
             from engine.loading import load_engine  # imports torch
 
-            engine, info = load_engine(model, settings, progress)
+            engine, info = load_engine(model, settings, progress, fail)
         else:
-            engine, info = fake_engine.load(behaviour, model, settings, progress)
+            engine, info = fake_engine.load(behaviour, model, settings, progress, fail)
         return RecordingEngine(engine, Path(record)), info
 
     return process.run(int(descriptor), load)
