@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elasticsearch import Elasticsearch
 
+from pipeline.audit import audit
+from schemas.settings import Settings
 from tests.e2e.documents import Sent, by_position
 from tests.e2e.servers import Servers
 from tests.e2e.workers import WorkerProcess
@@ -70,6 +72,19 @@ def check_dead_letters(keys: Iterable[bytes], servers: Servers, ends: Ends) -> I
         "failed documents have no dead letter", [f"{k} {foretold[k].name}" for k in foretold.keys() - found]
     )
     yield from _some("dead letters of documents that should not have failed", list(found - foretold.keys()))
+
+
+def check_audit(settings: Mapping[str, Any], servers: Servers, ends: Ends, num_sent: int) -> Iterator[str]:
+    """`pagemill audit` proves the same from topic and index alone."""
+    straight = {
+        **settings,
+        "kafka": {**settings["kafka"], "bootstrap_servers": [servers.kafka]},
+        "elasticsearch": {**settings["elasticsearch"], "urls": [servers.elasticsearch]},
+    }
+    report = audit(Settings.model_validate(straight))
+    found = report.stored, report.superseded
+    if not report.is_complete or found != (len(ends.rows), num_sent - len(ends.rows)):
+        yield f"the audit says: {'; '.join(report.lines())}"
 
 
 def check_stopped(worker: WorkerProcess) -> Iterator[str]:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
+from typing import Any
 
 from elastic_transport import TransportError
 from elasticsearch import ApiError, Elasticsearch
@@ -28,8 +29,10 @@ from tests.chaos.engine import Record
 from tests.chaos.faults import Crew, Faults, Servers
 from tests.chaos.proxy import FaultProxy
 from tests.chaos.rounds import (
+    KILLER_TOKEN,
     MAX_BODY_BYTES,
     MAX_DOCUMENT_BYTES,
+    NOT_FINITE_TOKEN,
     SESSION_SECONDS,
     Round,
     describe,
@@ -81,15 +84,16 @@ class Outcome:
 class Chaos:
     """Runs rounds on servers that `open_servers` started."""
 
-    def __init__(self, servers: Servers, model: Path, directory: Path) -> None:
+    def __init__(self, servers: Servers, model: Path, directory: Path, keeps_logs: bool) -> None:
         self._servers = servers
         self._model = model
         self._directory = directory
+        self._keeps_logs = keeps_logs  # of every round, not only of those that do not hold
         self._num_rounds = 0
         self._client = Elasticsearch(servers.node.url, request_timeout=30)
 
     def run(self, made: Round) -> Outcome:
-        """One round. Its folder is kept where something did not hold."""
+        """One round. The workers' logs are kept where something did not hold."""
         self._num_rounds += 1
         began = time.monotonic()
         name = f"chaos-{made.seed}-{self._num_rounds}"
@@ -119,7 +123,7 @@ class Chaos:
         outcome.num_again = record.num_answered_again()
         outcome.seconds = time.monotonic() - began
         self._clear(own)
-        if outcome.findings:
+        if outcome.findings or self._keeps_logs:
             (folder / "round.txt").write_text("\n".join([describe(made), *map(str, made.faults), *outcome.findings]))
         else:
             shutil.rmtree(folder)
@@ -161,6 +165,7 @@ class Chaos:
         findings = outcome.findings
         findings += checks.check_rows(own, self._client, ends)
         findings += checks.check_dead_letters(keys, own, ends)
+        findings += checks.check_audit(self._settings(own, made), own, ends, len(made.sent))
         for worker in crew.stopped:
             findings += checks.check_stopped(worker)
         for worker in crew.ended:
@@ -171,7 +176,7 @@ class Chaos:
         if left := [pid for pid in engines if is_alive(pid)]:
             findings.append(f"{len(left)} engine processes outlived their workers")
 
-    def _settings(self, own: e2e.Servers, made: Round) -> dict[str, object]:
+    def _settings(self, own: e2e.Servers, made: Round) -> dict[str, Any]:
         return own.settings(
             str(self._model),
             kafka={
@@ -195,8 +200,9 @@ class Chaos:
 
     def _worker_command(self, made: Round, record: Record) -> list[str]:
         python = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m"]
-        pace = ["--step-seconds", str(STEP_SECONDS), "--requests-per-step", str(made.requests_per_step)]
-        kind = ["real"] if made.has_real_engine else ["fake", *pace]
+        fake = ["fake", "--step-seconds", str(STEP_SECONDS), "--requests-per-step", str(made.requests_per_step)]
+        fake += ["--die-on-token", str(KILLER_TOKEN), "--not-finite-on-token", str(NOT_FINITE_TOKEN)]
+        kind = ["real"] if made.has_real_engine else fake
         engine_command = [*python, "tests.chaos.engine", str(record.path), *kind]
         return [*python, "tests.chaos.worker", json.dumps(engine_command)]
 
@@ -226,12 +232,12 @@ def open_servers(directory: Path) -> Iterator[Servers]:
         yield Servers(broker, node, kafka_proxy, node_proxy)
 
 
-def run_rounds(seeds: Iterator[int], directory: Path, until: float) -> list[Outcome]:
+def run_rounds(seeds: Iterator[int], directory: Path, until: float, keeps_logs: bool) -> list[Outcome]:
     """Rounds until the seeds or the time (monotonic) are used up, each told in a line."""
     outcomes: list[Outcome] = []
     model = write_tiny_model(directory / "model")
     with open_servers(directory) as servers:
-        chaos = Chaos(servers, model, directory)
+        chaos = Chaos(servers, model, directory, keeps_logs)
         for seed in seeds:
             if outcomes and time.monotonic() >= until:
                 break
@@ -269,6 +275,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, help="this many; without it as many as fit into the time")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no round after so long (without --rounds)")
     parser.add_argument("--seed", type=int, help="the first round's; the next ones count on")
+    parser.add_argument("--keep-logs", action="store_true", help="of every round")
     options = parser.parse_args(arguments)
     first = SystemRandom().randrange(10**6) if options.seed is None else options.seed
     rounds = options.rounds or (1 if options.seed is not None else None)
@@ -276,12 +283,12 @@ def main(arguments: Sequence[str]) -> int:
     until = float("inf") if rounds else time.monotonic() + options.seconds
     directory = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
     print(f"first seed {first}; logs in {directory}", flush=True)
-    outcomes = run_rounds(seeds, directory, until)
+    outcomes = run_rounds(seeds, directory, until, options.keep_logs)
     print("\n".join(summary(outcomes)))
-    if any(outcome.findings for outcome in outcomes):
-        return 1
-    shutil.rmtree(directory)
-    return 0
+    holds = not any(outcome.findings for outcome in outcomes)
+    if holds and not options.keep_logs:
+        shutil.rmtree(directory)
+    return 0 if holds else 1
 
 
 if __name__ == "__main__":

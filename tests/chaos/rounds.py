@@ -18,6 +18,8 @@ MAX_DOCUMENT_BYTES = 400_000
 MAX_BODY_BYTES = 256 * 1024  # of one request that the node takes: a row past it can never be stored
 SESSION_SECONDS = 4.0
 REAL_ENGINE_EVERY = 10
+KILLER_EVERY = 8  # finding one out costs several engines
+KILLER_TOKEN, NOT_FINITE_TOKEN = 60_001, 60_002  # in a prompt: what the engine without a model does on it
 
 
 class FaultKind(StrEnum):
@@ -129,7 +131,9 @@ def make_round(seed: int) -> Round:
     random = Random(seed)
     has_real_engine = seed % REAL_ENGINE_EVERY == 0
     num_partitions = random.randint(1, 6)
-    sent = _make_documents(random, random.randint(60, 150) if has_real_engine else random.randint(500, 3000), seed)
+    sent = _make_documents(random, random.randint(60, 150) if has_real_engine else random.randint(500, 3000))
+    if not has_real_engine:
+        _insert(random, sent, _make_hostile(random, seed))
     sent = [replace(one, partition=random.randrange(num_partitions)) for one in sent]
     drawn = Round(
         seed=seed,
@@ -180,22 +184,38 @@ _GOOD: tuple[Callable[[int], dict[str, Any]], ...] = (
 )
 
 
-def _make_documents(random: Random, num_good: int, seed: int) -> list[Sent]:
+def _make_documents(random: Random, num_good: int) -> list[Sent]:
     """Good ones and, in random places between them, some that end otherwise. All in partition 0 as yet."""
     sent = [_good(i, random) for i in range(num_good)]
     bad = {name: one for name, one in BAD.items() if name != "too large"}  # that of another limit than ours
     for name in random.sample(sorted(bad), random.randint(0, len(bad))):
         value, code = bad[name]
-        sent.insert(random.randint(0, len(sent)), Sent(name, 0, value, key=name.encode(), expected=code))
+        _insert(random, sent, [Sent(name, 0, value, key=name.encode(), expected=code)])
     for i in range(random.choice((0, 0, 1, 3))):
-        huge = document(id=f"huge-{i}", prompt=f"huge {seed} {i}", metadata={"x": "x" * (MAX_DOCUMENT_BYTES + 1)})
-        one = Sent(f"huge-{i}", 0, huge, expected=FailureCode.DOCUMENT_TOO_LARGE)
-        sent.insert(random.randint(0, len(sent)), one)
+        huge = document(id=f"huge-{i}", prompt=f"huge {i}", metadata={"x": "x" * (MAX_DOCUMENT_BYTES + 1)})
+        _insert(random, sent, [Sent(f"huge-{i}", 0, huge, expected=FailureCode.DOCUMENT_TOO_LARGE)])
     for i in range(random.choice((0, 0, 1, 3))):
-        large = document(id=f"large-{i}", prompt=f"large row {i}", metadata={"x": "x" * (MAX_BODY_BYTES + 1)})
-        one = Sent(f"large-{i}", 0, large, expected=FailureCode.SINK_REJECTED, document_id=f"large-{i}")
-        sent.insert(random.randint(0, len(sent)), one)
+        name = f"large-{i}"
+        large = document(id=name, prompt=f"large row {i}", metadata={"x": "x" * (MAX_BODY_BYTES + 1)})
+        _insert(random, sent, [Sent(name, 0, large, expected=FailureCode.SINK_REJECTED, document_id=name)])
     return sent
+
+
+def _make_hostile(random: Random, seed: int) -> list[Sent]:
+    """Documents that the engine without a model fails on: logits that are not finite, and one that kills it."""
+    codes = [(NOT_FINITE_TOKEN, FailureCode.NUMERIC_ERROR)] * random.choice((0, 0, 1, 3))
+    if seed % KILLER_EVERY == 1:
+        codes.append((KILLER_TOKEN, FailureCode.ENGINE_LOST))
+    return [
+        Sent(name, 0, document(id=name, prompt_token_ids=[i, token]), expected=code, document_id=name)
+        for i, (token, code) in enumerate(codes)
+        for name in [f"hostile-{i}"]
+    ]
+
+
+def _insert(random: Random, sent: list[Sent], others: Sequence[Sent]) -> None:
+    for one in others:
+        sent.insert(random.randint(0, len(sent)), one)
 
 
 def _good(i: int, random: Random) -> Sent:
