@@ -19,7 +19,7 @@ from kafka import KafkaProducer
 from kafka.errors import KafkaError, MessageSizeTooLargeError
 
 from consumers.connection import client_options
-from consumers.decode import ATTEMPT_HEADER, JOB_HEADER
+from consumers.replay import CODE_HEADER, HEADER_PREFIX, first_delivery, replay_headers
 from consumers.topics import max_message_bytes
 from schemas.document import RawMessage, SourcePosition
 from schemas.errors import Failure, SourceError
@@ -27,7 +27,6 @@ from schemas.settings import KafkaSettings
 
 logger = logging.getLogger(__name__)
 
-HEADER_PREFIX = "pagemill-"
 MAX_TEXT_BYTES = 4096  # of a failure's message in its header
 _BATCH_OVERHEAD_BYTES = 61 + 40  # a batch's header; a record's own lengths, deltas and attributes
 _HEADER_OVERHEAD_BYTES = 10
@@ -40,7 +39,6 @@ class DeadLetter:
 
     raw: RawMessage
     job: str
-    attempt: int
     failure: Failure
     then: Callable[[], None]
     num_refusals: int = 0
@@ -65,25 +63,22 @@ class DeadLetterRecord:
 def build_record(letter: DeadLetter, worker: str, max_bytes: int) -> DeadLetterRecord:
     """The record for a dead letter, at most `max_bytes` large.
 
-    The original's headers come first, without those of an earlier failure, then ours. Where it would be too large,
+    The original's headers come first, without those of an earlier failure, then ours; a replay's letter tells of the
+    first delivery, so that all letters of one message have one key. Where it would be too large,
     the value is cut, and its length and sha256 are told in headers; then the original's headers are left out, and at
     last its key.
     """
-    raw, position = letter.raw, letter.raw.position
+    raw = letter.raw
+    position, timestamp_ms, attempt = first_delivery(raw)
     original = [(name, value) for name, value in raw.headers if not name.startswith(HEADER_PREFIX)]
     text = letter.failure.message.encode("utf-8", "backslashreplace")[:MAX_TEXT_BYTES]
-    told = {
-        "code": letter.failure.code.value,
-        "stage": letter.failure.stage.value,
-        "message": text.decode("utf-8", "ignore"),
-        "topic": position.topic,
-        "partition": str(position.partition),
-        "offset": str(position.offset),
-        "timestamp": str(raw.timestamp_ms),
-        "worker": worker,
-    }
-    ours = [(HEADER_PREFIX + name, value.encode()) for name, value in told.items()]
-    ours += [(JOB_HEADER, letter.job.encode()), (ATTEMPT_HEADER, str(letter.attempt).encode())]
+    ours = [
+        (CODE_HEADER, letter.failure.code.value.encode()),
+        (f"{HEADER_PREFIX}stage", letter.failure.stage.value.encode()),
+        (f"{HEADER_PREFIX}message", text.decode("utf-8", "ignore").encode()),
+        (f"{HEADER_PREFIX}worker", worker.encode()),
+        *replay_headers(position, timestamp_ms, attempt, letter.job),
+    ]
     if raw.key is not None:
         ours.append((f"{HEADER_PREFIX}key", raw.key))
     key = str(position).encode()

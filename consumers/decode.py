@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from consumers.replay import JOB_HEADER, first_delivery
 from schemas.document import (
     DEFAULT_JOB,
     DEFAULT_TASK,
@@ -26,13 +27,11 @@ from schemas.document import (
     RawMessage,
     RejectedDocument,
     SamplingOverrides,
+    SourcePosition,
 )
 from schemas.errors import DocumentError, Failure, FailureCode, Stage
 from schemas.settings import TASK_NAME_PATTERN
 
-JOB_HEADER = "pagemill-job"
-ATTEMPT_HEADER = "pagemill-attempt"
-MAX_ATTEMPT = 15  # a row's version has four bits for it
 MAX_DEPTH = 64  # of objects and arrays in each other
 MAX_ID_CHARACTERS = 256
 
@@ -63,14 +62,16 @@ def decode_document(raw: RawMessage, max_document_bytes: int) -> Document | Reje
         return _reject(raw, parsed, FailureCode.BAD_MESSAGE, _describe(error, value, parsed))
     except DocumentError as error:
         return _reject(raw, _parse_leniently(value), error.failure.code, error.failure.message)
+    first, timestamp_ms, attempt = first_delivery(raw) if raw.headers else (raw.position, raw.timestamp_ms, 0)
     return Document(
-        identity=Identity(message.job, message.task, message.id or str(raw.position)),
+        identity=Identity(message.job, message.task, message.id or str(first)),
         position=raw.position,
-        timestamp_ms=raw.timestamp_ms,
+        timestamp_ms=timestamp_ms,
         key=raw.key,
         message=message,
         num_bytes=raw.num_bytes,
-        attempt=replay_attempt(raw),
+        attempt=attempt,
+        first_position=first if first is not raw.position else None,
     )
 
 
@@ -126,37 +127,31 @@ def _check_tree(name: str, tree: Mapping[str, Any]) -> int:
 def _reject(raw: RawMessage, parsed: object, code: FailureCode, text: str) -> RejectedDocument:
     keys = parsed if isinstance(parsed, dict) else {}
     metadata = keys.get("metadata")
+    first, timestamp_ms, attempt = first_delivery(raw)
     return RejectedDocument(
-        identity=_readable_identity(raw, keys),
+        identity=_readable_identity(raw, keys, first),
         position=raw.position,
-        timestamp_ms=raw.timestamp_ms,
+        timestamp_ms=timestamp_ms,
         key=raw.key,
         failure=Failure(code, Stage.DECODE, text),
         num_bytes=raw.num_bytes,
-        attempt=replay_attempt(raw),
+        attempt=attempt,
         metadata=metadata if isinstance(metadata, dict) and _is_storable(metadata) else None,
+        first_position=first if first is not raw.position else None,
     )
 
 
-def _readable_identity(raw: RawMessage, keys: Mapping[str, Any]) -> Identity:
+def _readable_identity(raw: RawMessage, keys: Mapping[str, Any], first: SourcePosition) -> Identity:
     job, task, document_id = keys.get("job"), keys.get("task"), keys.get("id")
     if not _matches(_JOB_NAME, job):
         job = next((v.decode("ascii", "replace") for k, v in raw.headers if k == JOB_HEADER and v is not None), None)
     if not isinstance(document_id, str) or not 1 <= len(document_id) <= MAX_ID_CHARACTERS or not _is_utf8(document_id):
-        document_id = str(raw.position)
+        document_id = str(first)
     return Identity(
         job=job if isinstance(job, str) and _matches(_JOB_NAME, job) else DEFAULT_JOB,
         task=task if isinstance(task, str) and _matches(_TASK_NAME, task) else DEFAULT_TASK,
         document_id=document_id,
     )
-
-
-def replay_attempt(raw: RawMessage) -> int:
-    """What a replay's header says; 0 where there is none, or none that can be read."""
-    for name, value in raw.headers:
-        if name == ATTEMPT_HEADER and value is not None and value.isdigit() and len(value) <= 2:
-            return min(int(value), MAX_ATTEMPT)
-    return 0
 
 
 def _describe(error: ValidationError, value: bytes, parsed: object) -> str:

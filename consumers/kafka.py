@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from consumers.dead_letter import DeadLetter, DeadLetterWriter
-from consumers.decode import decode_document, replay_attempt
+from consumers.decode import decode_document
 from consumers.group_member import GroupMember
 from consumers.offsets import OffsetTracker
 from consumers.topics import ensure_topics
@@ -88,7 +88,7 @@ class KafkaSource:
     def dead_letter(self, position: SourcePosition, job: str, failure: Failure, then: Callable[[], None]) -> None:
         raw = self._tracker.raw(position)
         if raw is not None:
-            self._dead_letters.put(DeadLetter(raw, job, replay_attempt(raw), failure, then))
+            self._dead_letters.put(DeadLetter(raw, job, failure, then))
 
     def complete(self, positions: Sequence[SourcePosition]) -> None:
         self._completions.append(positions)

@@ -91,8 +91,11 @@ class LogReader:
         Raises SourceError where a record cannot be read or the broker stays silent.
         """
         stops = {TopicPartition(one.topic, one.partition): one.stop for one in ranges if one.num_offsets}
+        if not stops:
+            return
         with _named(self._settings):
             self._consumer.assign(list(stops))
+            self._consumer.resume(*stops)  # an earlier read paused what it had finished
             for one in ranges:
                 if one.num_offsets:
                     self._consumer.seek(TopicPartition(one.topic, one.partition), one.start)

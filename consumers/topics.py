@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kafka import KafkaAdminClient
+from kafka import KafkaAdminClient, TopicPartition
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from kafka.errors import InvalidTopicError, KafkaError, TopicAlreadyExistsError, UnknownTopicOrPartitionError
 
@@ -51,6 +51,12 @@ def max_message_bytes(settings: KafkaSettings, topic: str) -> int:
     except (KafkaError, SourceError, LookupError, TypeError, ValueError):
         logger.warning("the size limit of a topic cannot be read", extra={"topic": topic}, exc_info=True)
         return DEFAULT_MAX_MESSAGE_BYTES
+
+
+def delete_records_before(settings: KafkaSettings, offsets: Mapping[tuple[str, int], int]) -> None:
+    """Deletes what each (topic, partition) holds before its offset. Raises SourceError where Kafka refuses."""
+    with _admin(settings) as admin:
+        admin.delete_records({TopicPartition(*partition): offset for partition, offset in offsets.items()})
 
 
 def _create(

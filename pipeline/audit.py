@@ -15,10 +15,10 @@ from elasticsearch import Elasticsearch
 from consumers.decode import decode_document
 from consumers.log_reader import LogRange, LogReader, open_log_reader
 from pipeline.connection import check_reachable, connect
-from pipeline.results import row_id, row_version
+from pipeline.results import row_id, version_of
 from pipeline.retry import TemporaryRefusal, call_until_taken
 from pipeline.stored_rows import LOOK_UP_ROWS, StoredRow, look_up
-from schemas.document import Document, RawMessage, RejectedDocument, SourcePosition
+from schemas.document import Document, Identity, RawMessage, RejectedDocument, SourcePosition
 from schemas.errors import SinkError, SourceError
 from schemas.settings import Settings, require_addresses
 
@@ -175,10 +175,10 @@ def compare(
     report.of_other_jobs += len(decoded) - len(documents)
     if not documents:
         return
-    wanted = [(index_of(settings, one), row_id(one.identity)) for one in documents]
-    for document, (_, stored_id), row in zip(documents, wanted, _look_up_patiently(client, wanted), strict=True):
+    wanted = [(index_of(settings, one.identity), row_id(one.identity)) for one in documents]
+    for document, (_, stored_id), row in zip(documents, wanted, look_up_patiently(client, wanted), strict=True):
         report.messages += 1
-        version = row_version(document.timestamp_ms, document.position.offset, document.attempt)
+        version = version_of(document)
         kind: FindingKind | None = None
         if row is None:
             report.missing += 1
@@ -190,20 +190,21 @@ def compare(
             report.stored += 1
         else:
             report.superseded += 1
-            if _is_before(row, document.position):
+            if _is_before(row, document.source):
                 report.overtaken += 1
                 kind = "overtaken"
         if kind is not None and len(report.findings) < num_named:
             report.findings.append(_finding(kind, document, stored_id, version, row))
 
 
-def index_of(settings: Settings, document: Document | RejectedDocument) -> str:
-    """Where the document's row is: a function of its task."""
-    task = settings.tasks.get(document.identity.task)
+def index_of(settings: Settings, identity: Identity) -> str:
+    """Where a document's row is: a function of its task."""
+    task = settings.tasks.get(identity.task)
     return task.index if task is not None and task.index is not None else settings.elasticsearch.index
 
 
-def _look_up_patiently(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> list[StoredRow | None]:
+def look_up_patiently(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> list[StoredRow | None]:
+    """As `look_up`, and waits for an Elasticsearch that does not answer now. Raises SinkError after a minute."""
     try:
         return call_until_taken(
             lambda: look_up(client, wanted),

@@ -207,7 +207,8 @@ class BulkWriter:
                     outcome.reject(row, _why_rejected(judgement, row))
 
     def _tell_conflicts_apart(self, outcome: BulkOutcome) -> None:
-        """A 409 says that an equal or higher version is there. From our own record: done; from another: superseded."""
+        """A 409 says that an equal or higher version is there. From our own record: done; from another: superseded,
+        and so is the record's own where a replay of it, which has a higher attempt, is there."""
         rows, outcome.conflicts = outcome.conflicts, []
         try:
             found = look_up(self._client, [(row.index, row.row_id) for row in rows])
@@ -217,7 +218,7 @@ class BulkWriter:
         for row, stored in zip(rows, found, strict=True):
             if stored is None or stored.version < row.version:  # deleted since, or not to be had now
                 outcome.refuse([row], NodeUnavailable("409: a conflicting version that is not there"))
-            elif stored.comes_from(row.position):
+            elif stored.version == row.version and stored.comes_from(row.row.source):
                 outcome.already_done.append(row)
             else:
                 outcome.superseded.append(row)

@@ -1,17 +1,24 @@
 """The `pagemill` command. Reads settings and arguments, calls the parts, and turns our errors into one sentence."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli_dlq import dlq
+from pipeline.command_line import (
+    EXIT_FAILED,
+    ConfigOption,
+    ElasticsearchOption,
+    KafkaOption,
+    SetOption,
+    counter,
+    load,
+    told,
+)
 from schemas.document import DEFAULT_TASK
-from schemas.errors import PagemillError, SettingsError
-from schemas.settings import Settings, load_settings, masked_settings
+from schemas.settings import masked_settings
 
 app = typer.Typer(
     help="A Kafka topic of documents becomes an Elasticsearch index of model answers.",
@@ -20,22 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-EXIT_FAILED = 1
-EXIT_SETTINGS = 2  # also typer's own for wrong usage
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", envvar="PAGEMILL_CONFIG", help="Settings file; pagemill.toml here where absent."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="One setting, such as kafka.topics=a,b; stronger than file and environment."),
-]
-KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Kafka addresses, comma-separated: host:9092.")]
-ElasticsearchOption = Annotated[
-    str | None, typer.Option("--elasticsearch", help="Elasticsearch addresses, comma-separated: http://host:9200.")
-]
+app.add_typer(dlq, name="dlq")
 
 
 @app.command()
@@ -50,8 +42,8 @@ def worker(
     from pipeline.logs import configure_logs
     from pipeline.worker import StoppedAtOnce, Worker
 
-    with _told():
-        settings = _load(config, set_, kafka, elasticsearch)
+    with told():
+        settings = load(config, set_, kafka, elasticsearch)
         configure_logs(settings.worker.log_level, settings.worker.log_format)
         try:
             summary = Worker(settings).run(until_drained)
@@ -80,8 +72,8 @@ def submit(
     from pipeline.submit import submit_file
 
     silence_logs()
-    with _told():
-        settings = _load(config, set_, kafka, None)
+    with told():
+        settings = load(config, set_, kafka, None)
         num_sent = submit_file(settings, file, task, job, None if input_format == "auto" else input_format, topic)
     if not num_sent:
         typer.echo(f"{file} holds no documents: nothing was sent")
@@ -112,8 +104,8 @@ def results(
     from pipeline.show_results import print_jsonl, print_table
 
     silence_logs()
-    with _told():
-        settings = _load(config, set_, None, elasticsearch)
+    with told():
+        settings = load(config, set_, None, elasticsearch)
         if format_ == "jsonl":
             print_jsonl(settings, job, task, status, limit)
         else:
@@ -139,9 +131,9 @@ def audit(
     from pipeline.logs import silence_logs
 
     silence_logs()
-    with _told():
-        settings = _load(config, set_, kafka, elasticsearch)
-        with _counter("Reading again") as on_progress:
+    with told():
+        settings = load(config, set_, kafka, elasticsearch)
+        with counter("Reading again") as on_progress:
             report = compare_topic_with_index(
                 settings, topics=topic, until=until, job=job, num_named=show, on_progress=on_progress
             )
@@ -154,8 +146,8 @@ def audit(
 @app.command("check-config")
 def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Print the effective settings, secrets masked, or what is wrong with them."""
-    with _told():
-        settings = _load(config, set_, None, None)
+    with told():
+        settings = load(config, set_, None, None)
         from pipeline.prompts import check_templates
         from pipeline.results import AnswerReader
 
@@ -177,7 +169,7 @@ def demo(
     """Show the whole way of a document on this machine, with an embedded server and a small real model."""
     from pipeline.demo import run_demo
 
-    with _told():
+    with told():
         run_demo(packages, kafka_port, elasticsearch_port)
 
 
@@ -190,48 +182,6 @@ def schema(
 
     shown = message_schema() if of == "message" else row_schema()
     typer.echo(json.dumps(shown, indent=2))
-
-
-def _load(config: Path | None, set_: list[str] | None, kafka: str | None, elasticsearch: str | None) -> Settings:
-    overrides: dict[str, Any] = {}
-    for one in set_ or ():
-        key, equals, value = one.partition("=")
-        if not equals or not key:
-            raise SettingsError(f"--set {one!r}: write it as key=value, such as kafka.topics=pagemill.documents")
-        overrides[key.strip()] = value
-    if kafka is not None:
-        overrides["kafka.bootstrap_servers"] = kafka
-    if elasticsearch is not None:
-        overrides["elasticsearch.urls"] = elasticsearch
-    return load_settings(config, overrides)
-
-
-@contextmanager
-def _counter(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A line on a terminal's standard error that counts (done, of how many); nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """An error of ours is a sentence on standard error and an exit code, without a traceback."""
-    try:
-        yield
-    except PagemillError as error:
-        typer.echo(f"pagemill: {error}", err=True)
-        raise typer.Exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader went away: nothing to say, and nobody to say it to
-        raise typer.Exit(EXIT_FAILED) from None
 
 
 def _toml_lines(settings: dict[str, Any]) -> Iterator[str]:

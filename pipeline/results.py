@@ -115,6 +115,11 @@ def row_version(timestamp_ms: int, offset: int, attempt: int) -> int:
     return timestamp << _TIMESTAMP_SHIFT | offset % _OFFSET_MODULUS << _ATTEMPT_BITS | attempt
 
 
+def version_of(document: Document | RejectedDocument) -> int:
+    """The version of the document's row, whichever delivery or replay of it this is."""
+    return row_version(document.timestamp_ms, document.source.offset, document.attempt)
+
+
 def key_text(key: bytes | None) -> str | None:
     """A record's key as a row holds it: UTF-8 where it is that, else base64 behind `base64:`. None stays None."""
     if key is None:
@@ -355,7 +360,7 @@ def _little_endian(token_ids: Sequence[int]) -> bytes:
 
 
 def _result_source(document: Document | RejectedDocument) -> ResultSource:
-    position = document.position
+    position = document.source
     timestamp = document.timestamp_ms if document.timestamp_ms >= 0 else None
     return ResultSource(position.topic, position.partition, position.offset, timestamp, key_text(document.key))
 

@@ -13,7 +13,7 @@ from pipeline.results import (
     build_answer,
     build_failure_row,
     build_receipt,
-    row_version,
+    version_of,
 )
 from schemas.document import Document, DocumentResult, Receipt, RejectedDocument, SourcePosition
 from schemas.errors import Failure
@@ -71,7 +71,7 @@ class RowBuilder:
             truncated=prepared.truncated,
             receipt=self._receipt(prepared) if self._receipts else None,
         )
-        return result, _version(document), document.position, prepared.task.task.index
+        return result, version_of(document), document.position, prepared.task.task.index
 
     def failure_row(
         self, document: Document | RejectedDocument, failure: Failure, answered_at: datetime, tries: int = 1
@@ -86,7 +86,7 @@ class RowBuilder:
             attempts=document.attempt + tries,
             answered_at=answered_at,
         )
-        return result, _version(document), document.position, task.task.index if task is not None else None
+        return result, version_of(document), document.position, task.task.index if task is not None else None
 
     def _receipt(self, prepared: PreparedDocument) -> Receipt:
         task = prepared.task
@@ -100,7 +100,3 @@ class RowBuilder:
             engine_version=self._engine_version,
             prompt_token_ids=prepared.token_ids,
         )
-
-
-def _version(document: Document | RejectedDocument) -> int:
-    return row_version(document.timestamp_ms, document.position.offset, document.attempt)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from elasticsearch import Elasticsearch
 
 from pipeline.retry import Verdict, errors_judged, judge_row, refusal, why_stop
-from schemas.document import SourcePosition
+from schemas.document import ResultSource, SourcePosition
 from schemas.errors import SinkError
 
 LOOK_UP_ROWS = 1000  # in one call: 77 ms on a real node
@@ -14,14 +14,15 @@ LOOK_UP_ROWS = 1000  # in one call: 77 ms on a real node
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """A row that is there: its external version, and the record that it answers."""
+    """A row that is there: its external version, the record that it is for, and whether it holds an answer."""
 
     version: int
     topic: str
     partition: int
     offset: int
+    is_answered: bool = False
 
-    def comes_from(self, position: SourcePosition) -> bool:
+    def comes_from(self, position: SourcePosition | ResultSource) -> bool:
         """Whether it answers that record, whatever the assignment it was read under."""
         return (self.topic, self.partition, self.offset) == (position.topic, position.partition, position.offset)
 
@@ -42,7 +43,7 @@ def _look_up_some(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> I
         entries = client.mget(
             docs=[{"_index": index, "_id": row_id} for index, row_id in wanted],
             realtime=True,
-            source_includes=["source.topic", "source.partition", "source.offset"],
+            source_includes=["source.topic", "source.partition", "source.offset", "status"],
         ).body["docs"]
     for (index, _), entry in zip(wanted, entries, strict=True):
         if (refused := entry.get("error")) is not None:
@@ -55,8 +56,11 @@ def _stored_row(entry: dict[str, object]) -> StoredRow | None:
     if not entry.get("found"):
         return None
     match entry:
-        case {"_version": int(version), "_source": {"source": {"topic": topic, "partition": partition, "offset": at}}}:
-            return StoredRow(version, str(topic), int(partition), int(at))
+        case {
+            "_version": int(version),
+            "_source": {"source": {"topic": topic, "partition": partition, "offset": at}, **others},
+        }:
+            return StoredRow(version, str(topic), int(partition), int(at), others.get("status") == "answered")
         case {"_version": int(version)}:  # somebody else's row in our place: it answers no record of ours
             return StoredRow(version, "", -1, -1)
     raise AssertionError(f"found, and without a version: {entry}")

@@ -143,6 +143,12 @@ class Document(NamedTuple):
     num_bytes: int  # of the raw message
     attempt: int = 0  # 0 for the first; a replay carries one more
     crash_count: int = 0  # workers that died while it was in flight, as far as the commits tell
+    first_position: SourcePosition | None = None  # of a replay: where it was delivered first, and timestamp_ms is when
+
+    @property
+    def source(self) -> SourcePosition:
+        """What its row calls its source, and its version is made from."""
+        return self.first_position or self.position
 
 
 class RejectedDocument(NamedTuple):
@@ -156,6 +162,12 @@ class RejectedDocument(NamedTuple):
     num_bytes: int
     attempt: int = 0
     metadata: dict[str, Any] | None = None
+    first_position: SourcePosition | None = None
+
+    @property
+    def source(self) -> SourcePosition:
+        """As a Document's."""
+        return self.first_position or self.position
 
 
 @dataclass

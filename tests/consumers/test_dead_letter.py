@@ -11,7 +11,7 @@ def make_letter(
     value: bytes | None, key: bytes | None = None, headers: tuple[tuple[str, bytes], ...] = ()
 ) -> DeadLetter:
     raw = RawMessage(SourcePosition("documents", 3, 14), 1000, key, value, headers)
-    return DeadLetter(raw, "monday", 0, Failure(FailureCode.BAD_MESSAGE, Stage.DECODE, "why"), lambda: None)
+    return DeadLetter(raw, "monday", Failure(FailureCode.BAD_MESSAGE, Stage.DECODE, "why"), lambda: None)
 
 
 @pytest.mark.parametrize("value", [None, b"", b"v" * 5000])

@@ -211,7 +211,14 @@ known_keys = st.sampled_from(
      "priority", "deadline", "metadata", "feilds", ""]
 )  # fmt: skip
 header_lists = st.lists(
-    st.tuples(st.sampled_from(["pagemill-job", "pagemill-attempt", "other"]), st.binary(max_size=70)), max_size=3
+    st.tuples(
+        st.sampled_from(
+            ["pagemill-" + name for name in ("job", "attempt", "topic", "partition", "offset", "timestamp")]
+        ),
+        st.binary(max_size=70) | st.integers(-(2**64), 2**64).map(lambda number: str(number).encode()),
+    )
+    | st.tuples(st.text(max_size=8), st.binary(max_size=8)),
+    max_size=7,
 ).map(tuple)
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import orjson
@@ -198,3 +199,11 @@ def test_metadata_without_an_end_is_refused_for_its_row() -> None:
     metadata["self"] = metadata
     with pytest.raises(RowUnencodable):
         encode_row(row(1, metadata=metadata), "results", "id", 1)
+
+
+def test_a_record_whose_replay_has_the_row_is_superseded_and_the_replay_itself_is_done() -> None:
+    server = FakeElasticsearch()
+    replayed = outbound(1, version=17)  # attempt 1 of the record at offset 1
+    writer(server).write([replayed])
+    again = writer(server).write([outbound(1, version=16), dataclasses.replace(replayed, position=position(90))])
+    assert (offsets(again.superseded), offsets(again.already_done)) == ([1], [90])

@@ -1,0 +1,71 @@
+"""What the commands have in common: their options, the settings out of them, and our errors as one sentence."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from schemas.errors import PagemillError, SettingsError
+from schemas.settings import Settings, load_settings
+
+EXIT_FAILED = 1
+EXIT_SETTINGS = 2  # also typer's own for wrong usage
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="PAGEMILL_CONFIG", help="Settings file; pagemill.toml here where absent."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="One setting, such as kafka.topics=a,b; stronger than file and environment."),
+]
+KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Kafka addresses, comma-separated: host:9092.")]
+ElasticsearchOption = Annotated[
+    str | None, typer.Option("--elasticsearch", help="Elasticsearch addresses, comma-separated: http://host:9200.")
+]
+
+
+def load(config: Path | None, set_: list[str] | None, kafka: str | None, elasticsearch: str | None) -> Settings:
+    """The settings of a command. Raises SettingsError."""
+    overrides: dict[str, Any] = {}
+    for one in set_ or ():
+        key, equals, value = one.partition("=")
+        if not equals or not key:
+            raise SettingsError(f"--set {one!r}: write it as key=value, such as kafka.topics=pagemill.documents")
+        overrides[key.strip()] = value
+    if kafka is not None:
+        overrides["kafka.bootstrap_servers"] = kafka
+    if elasticsearch is not None:
+        overrides["elasticsearch.urls"] = elasticsearch
+    return load_settings(config, overrides)
+
+
+@contextmanager
+def counter(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A line on a terminal's standard error that counts (done, of how many); nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """An error of ours is a sentence on standard error and an exit code, without a traceback."""
+    try:
+        yield
+    except PagemillError as error:
+        typer.echo(f"pagemill: {error}", err=True)
+        raise typer.Exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader went away: nothing to say, and nobody to say it to
+        raise typer.Exit(EXIT_FAILED) from None
