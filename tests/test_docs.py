@@ -112,6 +112,5 @@ def test_the_exported_schemas_are_what_the_command_prints(of: str) -> None:
 def test_the_readmes_commands_are_the_programs() -> None:
     section = (ROOT / "README.md").read_text().split("\n## Commands")[1].split("\n## ")[0]
     named = {name.split()[1] for name in names_in_first_column(section)}
-    assert named == {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
-    }
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert named == commands | {group.name for group in app.registered_groups}
