@@ -26,6 +26,10 @@ from schemas.inference import (
 DEFAULT_COMMAND = (sys.executable, "-m", "engine.process")
 CLOSE_SECONDS = 5.0
 GIVE_UP_SECONDS = 0.2  # between two questions whether a start is still wanted
+LOOK_SECONDS = 1.0  # the longest wait at a time, and the most that counts as silence of the time between two looks
+START_SILENCE_SECONDS = 120.0  # at the least, while it starts: imports and loading may hold up every thread
+STEP_SECONDS = {"cpu": 1800.0}  # by device, where the settings name none; 8,192 tokens are long on a small CPU
+STEP_SECONDS_ELSEWHERE = 300.0  # a step takes less than one, but kernels of a new shape are compiled in it
 
 
 class EngineClient:
@@ -36,7 +40,7 @@ class EngineClient:
     what it had not answered is the caller's to submit again, to a new client.
 
     silence_seconds  without a sign of life, which the process gives every second: it is frozen
-    step_seconds     for one step: it hangs
+    step_seconds     for one step: it hangs; 0: by the device
     """
 
     def __init__(
@@ -44,8 +48,8 @@ class EngineClient:
         model: ModelSettings,
         engine: EngineSettings,
         command: Sequence[str] | None = None,
-        silence_seconds: float = 120.0,
-        step_seconds: float = 1800.0,
+        silence_seconds: float = 30.0,
+        step_seconds: float = 0.0,
     ) -> None:
         self.stats = EngineStats()  # the latest that the engine has pushed
         self._model = model
@@ -53,6 +57,7 @@ class EngineClient:
         self._command = tuple(command) if command is not None else DEFAULT_COMMAND
         self._silence_seconds = silence_seconds
         self._step_seconds = step_seconds
+        self._is_serving = False
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reaper: threading.Thread | None = None
@@ -60,7 +65,8 @@ class EngineClient:
         self._unread: list[Message] = []  # read by a failed send, on its way to the cause; poll has them first
         self._send_lock = threading.Lock()
         self._receive_lock = threading.Lock()
-        self._last_heard = 0.0
+        self._silent_seconds = 0.0  # since something came, not counting when nobody looked
+        self._last_look = 0.0
         self._lost: PagemillError | None = None
         self._is_closing = False
 
@@ -105,7 +111,7 @@ class EngineClient:
                         if on_progress is not None:
                             on_progress(part, message[2])
                     elif message[0] == MessageKind.READY:
-                        return protocol.decode_info(message)
+                        return self._serves(protocol.decode_info(message))
                     elif message[0] != MessageKind.HEARTBEAT:
                         raise EngineError(f"the engine sent a message of kind {message[0]} while it started")
         except BaseException as error:
@@ -113,6 +119,12 @@ class EngineClient:
                 self._lost = error
             self.kill()
             raise
+
+    def _serves(self, info: EngineInfo) -> EngineInfo:
+        self._is_serving = True
+        self._silent_seconds = 0.0
+        self._step_seconds = self._step_seconds or STEP_SECONDS.get(info.device, STEP_SECONDS_ELSEWHERE)
+        return info
 
     def submit(self, requests: Sequence[InferenceRequest]) -> None:
         """Hand requests over; each ends in one InferenceOutput out of `poll`. Raises EngineError where it is lost."""
@@ -207,7 +219,7 @@ class EngineClient:
             raise EngineError(f"the engine process cannot be started with {self._command[0]!r}: {error}") from error
         finally:
             theirs.close()  # or the socket would not close with the process
-        self._last_heard = time.monotonic()
+        self._last_look = time.monotonic()
 
     def _send(self, message: Message) -> None:
         frame = memoryview(protocol.encode_frame(message))
@@ -234,7 +246,7 @@ class EngineClient:
         return self._lost
 
     def _receive(self, timeout_seconds: float) -> list[Message]:
-        """Messages, as soon as there are some; none after the time-out, or when the process turns out to be lost."""
+        """Messages, as soon as there are some; none after the time-out or LOOK_SECONDS, or when the process is lost."""
         with self._receive_lock:
             if self._unread:
                 unread, self._unread = self._unread, []
@@ -245,11 +257,17 @@ class EngineClient:
 
     def _read(self, timeout_seconds: float) -> list[Message]:
         sock = self._open_socket()
-        silence_left = self._last_heard + self._silence_seconds - time.monotonic()
-        if not _wait(sock, select.POLLIN, max(0.0, min(timeout_seconds, max(silence_left, 0.001)))):
-            if time.monotonic() - self._last_heard >= self._silence_seconds:
+        seconds = max(0.0, min(timeout_seconds, LOOK_SECONDS))
+        has_come = _wait(sock, select.POLLIN, seconds)
+        now = time.monotonic()
+        # We may have been the frozen one, or both of us: the engine then needs time to beat.
+        self._silent_seconds += min(now - self._last_look, seconds + LOOK_SECONDS)
+        self._last_look = now
+        if not has_come:
+            if self._silent_seconds >= self._silence_limit():
                 self._lose(self._frozen())
             return []
+        self._silent_seconds = 0.0
         try:
             received = sock.recv(protocol.RECEIVE_BYTES)
         except OSError:
@@ -257,7 +275,6 @@ class EngineClient:
         if not received:
             self._lose(EngineError("the engine was closed") if self._is_closing else self._died())
             return []
-        self._last_heard = time.monotonic()
         messages = []
         try:
             for payload in self._reader.feed(received):
@@ -277,7 +294,7 @@ class EngineClient:
             self.stats = protocol.decode_stats(message)
         elif message[0] == MessageKind.HEARTBEAT:
             if message[1] > self._step_seconds:
-                raise EngineError(f"the engine hangs: its present step has run for {message[1]:.0f} s")
+                raise EngineError(f"the engine hangs: its present step has run for {message[1]:.0f} s; it was killed")
         else:
             raise EngineError(f"the engine sent a message of kind {message[0]} while it served")
 
@@ -293,8 +310,11 @@ class EngineClient:
             self._process.send_signal(signal.SIGKILL)
         return self._lost
 
+    def _silence_limit(self) -> float:
+        return self._silence_seconds if self._is_serving else max(self._silence_seconds, START_SILENCE_SECONDS)
+
     def _frozen(self) -> EngineError:
-        return EngineError(f"the engine gave no sign of life for {self._silence_seconds:g} s; it was killed")
+        return EngineError(f"the engine gave no sign of life for {self._silence_limit():g} s; it was killed")
 
     def _died(self) -> EngineError:
         assert self._process is not None

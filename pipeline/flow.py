@@ -352,7 +352,8 @@ class Flow:
     def _restart_engine(self, cause: EngineError) -> None:
         """Another engine, for the next turn to feed with those that may have killed this one, in halves, then alone.
 
-        Raises EngineError where that is tried in vain too often.
+        Raises EngineError where that is tried in vain too often, and what a start raises; what the engine had is handed
+        back then.
         """
         loss, killer = self._window.lost()
         if killer is not None:
@@ -362,11 +363,14 @@ class Flow:
             logger.error("a document kills the engine", id=document.identity.document_id, cause=str(cause))
             row = self._rows_of.failure_row(document, failure, datetime.now(UTC), killer.tries + LOSSES_ALONE)
             self.outgoing.fail(row, failure)
-        info = self._engine.reopen(cause, lambda: self.is_asked_to_drain, loss)
-        self.totals.engine_restarts = self._engine.num_restarts
-        if info is None:
-            self.totals.account.handed_back += self._window.drop_running()
-        else:
+        info = None
+        try:
+            info = self._engine.reopen(cause, lambda: self.is_asked_to_drain, loss)
+        finally:
+            self.totals.engine_restarts = self._engine.num_restarts
+            if info is None:
+                self.totals.account.handed_back += self._window.drop_running()
+        if info is not None:
             self._use(info)
 
     def _prompts_now(self) -> PromptBuilder:

@@ -87,7 +87,7 @@ class EngineSupervisor:
         """Another engine in the lost one's place, after a wait; None where `give_up` says so meanwhile.
 
         Raises EngineError where that was in vain too often in a row, or too many documents in a row were convicted:
-        then it is the engine that is broken. The search for a killer is bounded by itself, and does not count.
+        then it is the engine that is broken. The search for a killer is bounded by itself: it neither counts nor waits.
         """
         self.is_ready = False
         if self._clock() - self._opened >= STEADY_SECONDS:
@@ -101,7 +101,7 @@ class EngineSupervisor:
                 return None
             self._lost_in_a_row += counts
             self._require_hope(cause)
-            seconds = min(self._backoff_seconds * 2 ** max(self._lost_in_a_row - 1, 0), MAX_BACKOFF_SECONDS)
+            seconds = min(self._backoff_seconds * 2 ** (self._lost_in_a_row - 1), MAX_BACKOFF_SECONDS) if counts else 0.0
             logger.error("engine lost", cause=str(cause), restart_in_seconds=seconds)
             until = self._clock() + seconds
             while self._clock() < until and not give_up():

@@ -30,7 +30,7 @@ from pipeline.rows import RowBuilder
 from pipeline.sink import ElasticsearchSink
 from pipeline.summary import RunSummary
 from pipeline.supervisor import EngineSupervisor
-from schemas.errors import EngineError, SettingsError, SourceError
+from schemas.errors import EngineError, ModelError, SettingsError, SourceError
 from schemas.inference import EngineInfo, InferenceRequest, SamplingParams
 from schemas.settings import Settings, require_addresses
 
@@ -121,7 +121,7 @@ class Worker:
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
             try:
                 flow.run(until_drained, lambda: self._tell_turn(flow))
-            except SourceError:
+            except (SourceError, EngineError, ModelError, SettingsError):  # the last two: of an engine started again
                 flow.request_drain(settings.worker.grace_seconds)  # nothing computed is thrown away
                 flow.run()
                 raise
@@ -200,7 +200,13 @@ class Worker:
         One that has not is ended before the error leaves, so that the next finds its memory free.
         """
         settings = self._settings
-        client = EngineClient(settings.model, settings.engine, self._engine_command)
+        client = EngineClient(
+            settings.model,
+            settings.engine,
+            self._engine_command,
+            silence_seconds=settings.worker.engine_silence_seconds,
+            step_seconds=settings.worker.engine_step_seconds,
+        )
         parts.callback(client.close)
         info = client.start(
             settings.worker.engine_start_timeout_seconds, self._tell_engine_progress, self._is_asked_to_drain

@@ -108,6 +108,8 @@ class WorkerSettings(_Part):
     grace_seconds: float = Field(30.0, ge=0)  # after SIGTERM, for what is in flight
     urgent_after_seconds: float = Field(300.0, gt=0)  # a document waiting longer, or this near its deadline, goes first
     engine_start_timeout_seconds: float = Field(600.0, gt=0)
+    engine_silence_seconds: float = Field(30.0, ge=2)  # without a sign of life, which it gives each second: frozen
+    engine_step_seconds: float = Field(0.0, ge=0)  # for one step: it hangs; 0: 1,800 on a CPU, 300 elsewhere
     engine_restarts: int = Field(3, ge=0)  # in a row without one output between; then the worker stops
     receipts: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"

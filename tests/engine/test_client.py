@@ -172,6 +172,25 @@ def test_an_engine_that_is_frozen_is_found_by_its_silence_and_killed() -> None:
             poll_until_lost(client)
 
 
+def test_silence_while_nobody_listened_is_not_the_engines() -> None:
+    with running_client(silence_seconds=2.0) as client:
+        assert client.process_id is not None
+        client._last_look -= 3600.0  # as after a SIGSTOP of the worker, or of both
+        os.kill(client.process_id, signal.SIGSTOP)
+        assert client.poll(0.1) == []
+        os.kill(client.process_id, signal.SIGCONT)
+        client.submit(make_requests(1))
+        assert len(collect(client, 1)) == 1
+
+
+def test_a_step_may_take_longer_on_a_cpu_unless_the_settings_say_otherwise() -> None:
+    with running_client() as client:
+        assert client._step_seconds == 1800.0
+    with EngineClient(ModelSettings(), EngineSettings(), fake_engine_command(), step_seconds=7.0) as client:
+        client.start(60.0)
+        assert client._step_seconds == 7.0
+
+
 def test_a_step_that_does_not_end_is_found_by_its_age() -> None:
     client = EngineClient(ModelSettings(), EngineSettings(), fake_engine_command(hang_after=0), step_seconds=1.0)
     with client:

@@ -304,7 +304,8 @@ def test_no_restart_allowed_means_none(make_stage: MakeStage) -> None:
     stage = make_stage(MemorySource([make_document(0)]), {"die_after": 0}, restarts=0)
     with pytest.raises(EngineError, match=r"lost once.*died of SIGKILL.*engine_restarts = 0 allows no more"):
         stage.run()
-    assert stage.balance() == (1, 0)
+    assert stage.flow.totals.account.handed_back == 1
+    assert stage.balance() == (0, 0)
 
 
 @pytest.mark.parametrize("killers", [{7}, {7, 8, 30}])
@@ -335,8 +336,11 @@ def test_an_engine_that_every_document_kills_stops_the_worker_before_it_fails_ma
     with pytest.raises(EngineError, match=r"3 documents in a row were each alone.*it is the engine that is broken"):
         stage.run()
     assert len(source.dead_letters) == 3
-    in_flight, imbalance = stage.balance()
-    assert (in_flight, imbalance) == (8 - len(stage.sink.rows), 0)
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    assert sorted(source.completed) == sorted(position.offset for position, _ in source.dead_letters)
+    assert stage.flow.totals.account.handed_back == 5
+    assert stage.balance() == (0, 0)
 
 
 def test_an_engine_that_dies_while_idle_is_started_again_before_a_document_needs_it(make_stage: MakeStage) -> None:
@@ -368,6 +372,21 @@ def test_suspects_that_wait_are_handed_back_when_draining(make_stage: MakeStage)
     stage.flow.run()
     account = stage.flow.totals.account
     assert (account.indexed, account.handed_back) == (4, 4)
+    assert stage.balance() == (0, 0)
+
+
+def test_once_the_engine_is_given_up_what_was_computed_is_still_stored(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(offset, prompt=f"number {offset}") for offset in range(20)])
+    stage = make_stage(source, {"die_after": 12, "requests_per_step": 4}, restarts=0)
+    stage.sink.has_room = False
+    with pytest.raises(EngineError, match="died of SIGKILL"):
+        stage.run()
+    assert stage.flow.held()["rows"] == 12
+    stage.sink.has_room = True
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    assert len(stage.sink.rows) == len(source.completed) == 12
+    assert stage.flow.totals.account.handed_back == 8
     assert stage.balance() == (0, 0)
 
 

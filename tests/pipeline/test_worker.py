@@ -169,6 +169,30 @@ def test_sigterm_ends_what_is_computed_commits_it_and_leaves_the_rest_to_the_nex
     assert place.committed() == 400
 
 
+@pytest.mark.real_servers
+def test_an_engine_that_is_given_up_leaves_what_it_had_answered_stored_and_committed(place: Place) -> None:
+    place.produce([document(number) for number in range(60)])
+    with pytest.raises(EngineError, match=r"lost once.*died of SIGKILL"):
+        place.worker(engine={"die_after": 20, "requests_per_step": 1}, worker__engine_restarts=0).run()
+    assert len(place.rows()) == 19  # the first answer was the proof that the engine computes
+    account = place.worker().run(until_drained=True).totals.account
+    assert account.indexed == 41
+    assert account.delivered <= 60
+    assert len(place.rows()) == 60
+    assert place.committed() == 60
+
+
+@pytest.mark.real_servers
+def test_documents_that_kill_the_engine_are_dead_letters_and_the_others_rows(place: Place) -> None:
+    place.produce([document(number, prompt=f"{'#' if number in (7, 8) else '.'} {number}") for number in range(30)])
+    summary = place.worker(engine={"die_on_token": ord("#")}).run(until_drained=True)
+    failed = {row["id"]: row["failure"]["code"] for row in place.rows() if row["status"] == "failed"}
+    assert failed == {"d7": "ENGINE_LOST", "d8": "ENGINE_LOST"}
+    assert (summary.totals.account.indexed, summary.totals.account.failed, summary.imbalance) == (28, 2, 0)
+    assert len(set(place.dead_letter_keys())) == 2
+    assert place.committed() == 30
+
+
 def get(port: int, path: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
