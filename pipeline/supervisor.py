@@ -101,7 +101,7 @@ class EngineSupervisor:
                 return None
             self._lost_in_a_row += counts
             self._require_hope(cause)
-            seconds = min(self._backoff_seconds * 2 ** (self._lost_in_a_row - 1), MAX_BACKOFF_SECONDS) if counts else 0.0
+            seconds = self._wait_seconds() if counts else 0.0
             logger.error("engine lost", cause=str(cause), restart_in_seconds=seconds)
             until = self._clock() + seconds
             while self._clock() < until and not give_up():
@@ -113,6 +113,9 @@ class EngineSupervisor:
                 return self.open()
             except EngineError as error:
                 cause, counts = error, True
+
+    def _wait_seconds(self) -> float:
+        return min(self._backoff_seconds * 2 ** (self._lost_in_a_row - 1), MAX_BACKOFF_SECONDS)
 
     def _require_hope(self, cause: EngineError) -> None:
         limit = self._max_restarts
