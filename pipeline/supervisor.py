@@ -115,7 +115,7 @@ class EngineSupervisor:
                 cause, counts = error, True
 
     def _wait_seconds(self) -> float:
-        return min(self._backoff_seconds * 2 ** (self._lost_in_a_row - 1), MAX_BACKOFF_SECONDS)
+        return min(self._backoff_seconds * 2.0 ** (self._lost_in_a_row - 1), MAX_BACKOFF_SECONDS)
 
     def _require_hope(self, cause: EngineError) -> None:
         limit = self._max_restarts
