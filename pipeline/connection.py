@@ -47,17 +47,20 @@ def connect(settings: ElasticsearchSettings) -> Elasticsearch:
     if (settings.username is None) != (password is None):
         missing = "password_file" if password is None else "username"
         raise SettingsError(f"elasticsearch.{missing} is missing; a username and a password go together")
-    options: dict[str, Any] = {}
+    authorization = None
     if api_key is not None:
-        options["api_key"] = _encoded_api_key(api_key)
-    if password is not None:
-        options["basic_auth"] = (settings.username, password)
+        authorization = f"ApiKey {_encoded_api_key(api_key)}"
+    elif password is not None:  # by ourselves: the client takes ASCII only
+        authorization = f"Basic {_base64(f'{settings.username}:{password}')}"
+    options: dict[str, Any] = {}
+    if authorization is not None:
+        options["headers"] = {"authorization": authorization}
     if (context := _tls_context(settings)) is not None:
         options["ssl_context"] = context
         options["verify_certs"] = context.verify_mode is ssl.CERT_REQUIRED
         options["ssl_show_warn"] = False  # where the context does not verify, it compares fingerprints
     in_clear = [url for url in settings.urls if _is_in_clear(url)]
-    if in_clear and (api_key is not None or password is not None):
+    if in_clear and authorization is not None:
         logger.warning("credentials go over the network in clear text", urls=in_clear, advice="write https://")
     try:
         return Elasticsearch(
@@ -133,7 +136,11 @@ def _encoded_api_key(api_key: str) -> str:
     """As the header wants it: the `encoded` of Elasticsearch's reply, or made from its `id:api_key`."""
     if not re.fullmatch("[!-~]+", api_key):  # the HTTP library would quote it in its error
         raise SettingsError("elasticsearch.api_key holds spaces, line breaks or other characters that no key has")
-    return base64.b64encode(api_key.encode()).decode() if ":" in api_key else api_key
+    return _base64(api_key) if ":" in api_key else api_key
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def _is_in_clear(url: str) -> bool:
