@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
-from elastic_transport import TlsError, TransportError
+from elastic_transport import ConnectionError as NodeConnectionError
+from elastic_transport import TlsError, TransportError, Urllib3HttpNode
 from elasticsearch import ApiError, Elasticsearch, OrjsonSerializer
 from pydantic import SecretStr
 
@@ -69,11 +70,23 @@ def connect(settings: ElasticsearchSettings) -> Elasticsearch:
             connections_per_node=settings.num_writers + 2,
             max_retries=0,
             retry_on_timeout=False,
+            node_class=WholeReplies,
             serializers={"application/vnd.elasticsearch+json": OrjsonSerializer()},
             **options,
         )
     except ValueError as error:
         raise SettingsError(f"elasticsearch: the client cannot be made from these settings: {error}") from None
+
+
+class WholeReplies(Urllib3HttpNode):
+    """A node whose empty replies count as none: a reply that is cut within its headers looks like one of no body."""
+
+    def perform_request(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As the base class. Raises ConnectionError for a good status without a body, which nobody sends."""
+        reply = super().perform_request(method, *args, **kwargs)
+        if not reply.body and method != "HEAD" and 200 <= reply.meta.status < 300:
+            raise NodeConnectionError("the reply was cut short")
+        return reply
 
 
 def _tls_context(settings: ElasticsearchSettings) -> ssl.SSLContext | None:

@@ -157,7 +157,9 @@ def _sink(stats: SinkStats) -> Iterable[Metric]:
         "pagemill_sink_breaker_openings", "Times that the breaker opened", value=stats.num_breaker_openings
     )
     yield GaugeMetricFamily("pagemill_sink_pending", "Rows not yet settled", value=stats.num_pending)
+    yield CounterMetricFamily("pagemill_sink_bulk_seconds", "Seconds of bulk calls, summed", value=stats.bulk_seconds)
     yield GaugeMetricFamily("pagemill_sink_bulk_documents", "What a bulk may hold now", value=stats.bulk_documents)
+    yield GaugeMetricFamily("pagemill_sink_bulk_calls", "Bulk calls that may be under way now", value=stats.bulk_calls)
 
 
 def _by_label(

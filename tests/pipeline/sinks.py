@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,13 +46,18 @@ class Deliveries:
 
 @contextmanager
 def open_sink(
-    index: str, *, url: str = "http://127.0.0.1:9", client: Elasticsearch | None = None, **settings: Any
+    index: str,
+    *,
+    url: str = "http://127.0.0.1:9",
+    more_urls: Sequence[str] = (),
+    client: Elasticsearch | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[ElasticsearchSink, Deliveries]]:
     """A started sink that waits for little, closed at the end."""
     given = {"number_of_replicas": 0, "flush_seconds": 0.02, "max_backoff_seconds": 0.3, **settings}
     deliveries = Deliveries()
     sink = ElasticsearchSink(
-        ElasticsearchSettings(urls=(url,), index=index, **given),
+        ElasticsearchSettings(urls=(url, *more_urls), index=index, **given),
         on_acknowledged=deliveries.acknowledged,
         on_rejected=deliveries.reject,
         client=client,

@@ -213,3 +213,47 @@ def test_a_row_put_while_somebody_drains_reaches_a_writer() -> None:
             thread.join(DRAIN_SECONDS)
         assert drained == [True] * 5
     assert deliveries.offsets(Verdict.STORED) == [0, 1]
+
+
+def test_while_refused_the_writers_take_turns_and_with_success_they_call_side_by_side_again() -> None:
+    server = FakeElasticsearch()
+    held, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold(action: dict[str, Any]) -> None:
+        held.release()
+        assert may_go_on.acquire(timeout=DRAIN_SECONDS)
+
+    settings: dict[str, Any] = {"num_writers": 2, "bulk_documents": 1, "max_backoff_seconds": 0.01}
+    with open_sink("results", client=server.as_client(), **settings) as (sink, deliveries):
+        assert sink.stats().bulk_calls == 2
+        server.on_bulk.extend([api_error(429), *[hold] * 20])
+        for offset in range(20):
+            sink.put(row(offset), offset, position(offset))
+        for num_done in range(8):  # 8 good calls, one at a time, let the second writer call as well
+            assert held.acquire(timeout=DRAIN_SECONDS)
+            wait_until(lambda most=18 - num_done: sink.stats().num_waiting <= most, "both writers to have rows")  # type: ignore[misc]
+            assert (sink.stats().num_calling, sink.stats().bulk_calls) == (1, 1)
+            may_go_on.release()
+            wait_until(lambda wanted=num_done + 1: len(deliveries.times) == wanted, "the verdict")  # type: ignore[misc]
+        assert held.acquire(timeout=DRAIN_SECONDS)
+        assert held.acquire(timeout=DRAIN_SECONDS)
+        assert (sink.stats().num_calling, sink.stats().bulk_calls) == (2, 2)
+        for _ in range(20):
+            may_go_on.release()
+        assert sink.drain(DRAIN_SECONDS)
+    assert deliveries.offsets(Verdict.STORED) == list(range(20))
+
+
+def test_a_body_that_was_too_large_makes_all_later_ones_smaller() -> None:
+    server = FakeElasticsearch()
+    settings: dict[str, Any] = {"num_writers": 1, "flush_seconds": 3600.0}
+    with open_sink("results", client=server.as_client(), **settings) as (sink, deliveries):
+        sink.put_many([(row(n, text="x" * 1000), n, position(n), None) for n in range(8)])
+        server.max_body_bytes = 9_000
+        assert sink.drain(DRAIN_SECONDS)
+        num_refused = len(server.bulk_sizes)
+        sink.put_many([(row(n, text="x" * 1000), n, position(n), None) for n in range(8, 24)])
+        assert sink.drain(DRAIN_SECONDS)
+    assert server.bulk_sizes[:num_refused] == [8, 4, 4]
+    assert server.bulk_sizes[num_refused:] == [3, 3, 3, 3, 3, 1]  # as large as the half that was taken, none refused
+    assert deliveries.offsets(Verdict.STORED) == list(range(24))

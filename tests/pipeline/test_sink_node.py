@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
-from elasticsearch import Elasticsearch
+from elasticsearch import ApiError, Elasticsearch
 
 from pipeline.retry import Verdict
 from schemas.errors import FailureCode
@@ -40,19 +40,28 @@ def client(elasticsearch_node: ElasticsearchNode) -> Iterator[Elasticsearch]:
 
 
 class WatchedClient:
-    """Passes everything to the real client, and keeps the statuses of bulk replies."""
+    """Passes everything to the real client, and keeps the statuses of bulk calls that failed and of the rows."""
 
     def __init__(self, client: Elasticsearch) -> None:
         self._client = client
         self.row_statuses: list[int] = []
+        self.call_statuses: list[int] = []  # of calls that failed as a whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def bulk(self, **arguments: Any) -> Any:
-        reply = self._client.bulk(**arguments)
+        try:
+            reply = self._client.bulk(**arguments)
+        except ApiError as error:
+            self.call_statuses.append(error.meta.status)
+            raise
         self.row_statuses += [entry["index"]["status"] for entry in reply["items"]]
         return reply
+
+    @property
+    def statuses(self) -> list[int]:
+        return self.call_statuses + self.row_statuses
 
 
 def stored(client: Elasticsearch, index: str) -> dict[str, tuple[int, str]]:
@@ -150,18 +159,38 @@ def test_a_poisonous_id_in_a_bulk_is_found_by_halves_on_the_real_node(
     assert "is too long" in deliveries.rejected[0].failure.message
 
 
-def test_a_block_of_a_full_disk_is_waited_out(
-    client: Elasticsearch, elasticsearch_node: ElasticsearchNode, fresh_name: FreshName
+@pytest.mark.parametrize(
+    ("block", "status"),
+    [
+        ("index.blocks.read_only_allow_delete", 429),  # as of a full disk
+        ("index.blocks.write", 403),
+        ("index.blocks.read_only", 403),
+        ("cluster.blocks.read_only", 403),
+    ],
+)
+def test_a_block_is_waited_out(
+    block: str, status: int, client: Elasticsearch, elasticsearch_node: ElasticsearchNode, fresh_name: FreshName
 ) -> None:
+    def set_block(value: bool | None) -> None:
+        if block.startswith("cluster."):
+            client.cluster.put_settings(persistent={block: value})
+        else:
+            client.indices.put_settings(index=index, settings={block: value})
+
     index = fresh_name("results")
-    with open_sink(index, url=elasticsearch_node.url, breaker_failures=2) as (sink, deliveries):
-        client.indices.put_settings(index=index, settings={"index.blocks.read_only_allow_delete": True})
-        sink.put_many([(row(offset), offset, position(offset), None) for offset in range(20)])
-        wait_until(lambda: sink.stats().num_breaker_openings > 0, "the breaker to open")
-        assert (sink.num_pending, deliveries.times, deliveries.rejected) == (20, {}, [])
-        client.indices.put_settings(index=index, settings={"index.blocks.read_only_allow_delete": None})
-        assert sink.drain(DRAIN_SECONDS)
+    with Elasticsearch(elasticsearch_node.url) as real:
+        watched = WatchedClient(real)
+        with open_sink(index, client=cast(Elasticsearch, watched), breaker_failures=2) as (sink, deliveries):
+            try:
+                set_block(True)
+                sink.put_many([(row(offset), offset, position(offset), None) for offset in range(20)])
+                wait_until(lambda: sink.stats().num_breaker_openings > 0, "the breaker to open")
+                assert (sink.num_pending, deliveries.times, deliveries.rejected) == (20, {}, [])
+            finally:
+                set_block(None)
+            assert sink.drain(DRAIN_SECONDS)
     assert deliveries.offsets(Verdict.STORED) == list(range(20))
+    assert set(watched.statuses) == {status, 201}
 
 
 def test_an_alias_that_is_gone_stops_the_sink_with_a_sentence(
