@@ -156,6 +156,7 @@ def _sink(stats: SinkStats) -> Iterable[Metric]:
     yield CounterMetricFamily(
         "pagemill_sink_breaker_openings", "Times that the breaker opened", value=stats.num_breaker_openings
     )
+    yield GaugeMetricFamily("pagemill_sink_calls", "Bulk calls under way", value=stats.num_calling)
     yield GaugeMetricFamily("pagemill_sink_pending", "Rows not yet settled", value=stats.num_pending)
     yield CounterMetricFamily("pagemill_sink_bulk_seconds", "Seconds of bulk calls, summed", value=stats.bulk_seconds)
     yield GaugeMetricFamily("pagemill_sink_bulk_documents", "What a bulk may hold now", value=stats.bulk_documents)
