@@ -7,17 +7,21 @@ free, and those that hold the longest output begin, so that it does not run alon
 from collections.abc import Sequence
 
 
-def order_backlog(documents: Sequence[tuple[Sequence[bytes], int]]) -> list[int]:
-    """documents: (chained block hashes, tokens of output at most); returns their indices in order."""
+def order_backlog(documents: Sequence[tuple[bytes, int]], block_bytes: int) -> list[int]:
+    """documents: (a prompt's tokens as raw int32, tokens of output at most); returns their indices in order.
+
+    Tokens themselves rather than hashes of their blocks: comparing bytes costs less than hashing them, and hashing can
+    then be left until a document is fed. `block_bytes`: of a block of tokens.
+    """
     longest: dict[bytes, int] = {}
 
     def group_of(index: int) -> bytes:
-        hashes = documents[index][0]
-        return hashes[0] if hashes else b""
+        raw = documents[index][0]
+        return raw[:block_bytes] if len(raw) >= block_bytes else b""
 
     for index, (_, num_outputs) in enumerate(documents):
         longest[group_of(index)] = max(longest.get(group_of(index), 0), num_outputs)
     return sorted(
         range(len(documents)),
-        key=lambda index: (-longest[group_of(index)], group_of(index), tuple(documents[index][0]), index),
+        key=lambda index: (-longest[group_of(index)], group_of(index), documents[index][0], index),
     )

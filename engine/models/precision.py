@@ -88,7 +88,7 @@ class PlainPrecision:
         weight: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(product, PartialProduct) or not product.can_add:
+        if isinstance(product, PartialProduct) or not product.adds_fast(x.shape[0]):
             return add_rms_norm(product(x), residual, weight, eps)
         product.add_to(residual, x)
         return rms_norm(residual, weight, eps), residual

@@ -10,11 +10,14 @@ in the batcher's order. Needs torch, triton, numpy, transformers (for the check)
 
 import argparse
 import gc
+import random
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,11 @@ QWEN2_7B = ModelConfig(
     windows=(None,) * 28,
     eos_token_ids=frozenset(),
 )
+QWEN3_600M = replace(
+    QWEN2_7B, family=next(family for family in FAMILIES if family.qk_norm),
+    vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8,
+    max_position_embeddings=40_960, tied_embeddings=True, qkv_bias=False,
+)  # fmt: skip
 # Small, with the same head size and group, for the check: 2 layers would hide an error that only a third would show.
 CHECKED = replace(
     QWEN2_7B, vocab_size=2048, hidden_size=512, intermediate_size=1024, num_layers=4, num_heads=14, num_kv_heads=2,
@@ -143,23 +151,35 @@ def build_engine(decoder: Decoder, build: Build) -> tuple[Engine, CudaRunner]:
     return Engine(runner, scheduler, lambda stop: NoText(), label_sets, ()), runner
 
 
-def add_all(engine: Engine, requests: Sequence[tuple[list[int], int]], block_size: int) -> None:
-    hashes = [hash_blocks(prompt, block_size, b"") for prompt, _ in requests]
-    for i in order_backlog([(chain, max_tokens) for chain, (_, max_tokens) in zip(hashes, requests, strict=True)]):
+Requests = Sequence[tuple[list[int], int]]
+FED_PER_STEP = 64  # and twice as many before the first: what comes is hashed and taken in while the device computes
+
+
+def backlog_of(requests: Requests, block_size: int) -> Iterator[InferenceRequest]:
+    """In the order of a known backlog."""
+    raw = [(array("i", prompt).tobytes(), max_tokens) for prompt, max_tokens in requests]
+    for i in order_backlog(raw, 4 * block_size):
         prompt, max_tokens = requests[i]
+        hashes = hash_blocks(prompt, block_size, b"")
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request(InferenceRequest(i, tuple(prompt), sampling, seed=0, block_hashes=hashes[i]))
+        yield InferenceRequest(i, tuple(prompt), sampling, seed=0, block_hashes=hashes)
 
 
-def run(engine: Engine, requests: Sequence[tuple[list[int], int]], block_size: int) -> dict[int, InferenceOutput]:
-    """All requests to their full length, in the order of a known backlog."""
-    add_all(engine, requests, block_size)
-    return finish(engine)
+def run(engine: Engine, requests: Requests, block_size: int) -> dict[int, InferenceOutput]:
+    """All requests to their full length."""
+    backlog = backlog_of(requests, block_size)
+    outputs = {}
+    for inference in islice(backlog, FED_PER_STEP):
+        engine.add_request(inference)
+    while engine.has_unfinished():
+        for inference in islice(backlog, FED_PER_STEP):
+            engine.add_request(inference)
+        for output in engine.step():
+            outputs[output.request_id] = output
+    return outputs
 
 
-def run_in_two_waves(
-    engine: Engine, requests: Sequence[tuple[list[int], int]], block_size: int
-) -> dict[int, InferenceOutput]:
+def run_in_two_waves(engine: Engine, requests: Requests, block_size: int) -> dict[int, InferenceOutput]:
     """As `run`, every second request coming late and with priority: where room is short, it preempts."""
     for late in (0, 1):
         for i in range(late, len(requests), 2):
@@ -169,14 +189,8 @@ def run_in_two_waves(
             engine.add_request(InferenceRequest(i, tuple(prompt), sampling, seed=0, block_hashes=hashes, priority=late))
         if not late:
             outputs = {output.request_id: output for _ in range(9) for output in engine.step()}
-    return outputs | finish(engine)
-
-
-def finish(engine: Engine) -> dict[int, InferenceOutput]:
-    outputs = {}
     while engine.has_unfinished():
-        for output in engine.step():
-            outputs[output.request_id] = output
+        outputs |= {output.request_id: output for output in engine.step()}
     return outputs
 
 
@@ -207,9 +221,7 @@ class Distances:
     num_tokens: int
 
 
-def distances_of(
-    outputs: dict[int, InferenceOutput], requests: Sequence[tuple[list[int], int]], model: Any
-) -> Distances:
+def distances_of(outputs: dict[int, InferenceOutput], requests: Requests, model: Any) -> Distances:
     gaps: list[float] = []
     for i, (prompt, max_tokens) in enumerate(requests):
         assert outputs[i].failure is None, outputs[i]
@@ -436,6 +448,31 @@ class StepLog:
             )
 
 
+def nano() -> list[tuple[list[int], int]]:
+    """The benchmark that nano-vllm publishes: 256 requests of 100 to 1,024 random tokens in and as many out."""
+    rng = random.Random(0)
+    return [
+        ([rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))], rng.randint(100, 1024)) for _ in range(256)
+    ]
+
+
+def time_nano(build: Build) -> None:
+    decoder = build_decoder(QWEN3_600M, torch.bfloat16, build.precision, 4096, 0, False)
+    engine, _ = build_engine(decoder, replace(build, max_running=512, max_tokens_per_step=16_384, max_model_len=4096))
+    requests = nano()
+    run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run(engine, requests, build.block_size)
+    seconds = time.perf_counter() - began
+    outputs = sum(max_tokens for _, max_tokens in requests)
+    print(
+        f"RESULT nano, Qwen3-0.6B shape, {build.precision}: {seconds:.2f} s, {outputs:,} output tokens,"
+        f" {outputs / seconds:,.0f} output tokens/s; host: {engine.stats().step_seconds}",
+        flush=True,
+    )
+
+
 def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: bool) -> None:
     began = time.perf_counter()
     decoder = build_decoder(QWEN2_7B, torch.bfloat16, build.precision, build.max_model_len, 0, False)
@@ -463,6 +500,8 @@ def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: boo
             start_up = time.perf_counter() - began
             run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
             before = engine.stats()
+            gc.collect()
+            gc.freeze()  # as the engine's process does once it has started
             torch.cuda.synchronize()
             log = StepLog(runner) if log_steps else None
             began = time.perf_counter()
@@ -489,6 +528,7 @@ def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: boo
                 flush=True,
             )
             del engine, runner
+            gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
         best = statistics.median(seconds)
@@ -510,7 +550,8 @@ def profile(names: Sequence[str], build: Build) -> None:
         engine, _ = build_engine(decoder, replace(build, kv_cache_tokens=cap or build.kv_cache_tokens))
         requests = workloads.WORKLOADS[name]()
         run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
-        add_all(engine, requests, build.block_size)
+        for inference in backlog_of(requests, build.block_size):
+            engine.add_request(inference)
         for _ in range(40):
             engine.step()
         torch.cuda.synchronize()
@@ -544,7 +585,7 @@ def profile(names: Sequence[str], build: Build) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("check", "time", "profile"))
+    parser.add_argument("what", choices=("check", "time", "profile", "nano"))
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--workloads", default=",".join(workloads.WORKLOADS))
     parser.add_argument("--runs", type=int, default=1)
@@ -560,6 +601,8 @@ def main() -> None:
         check()
     if arguments.what == "time":
         time_workloads(names, build, arguments.runs, arguments.log_steps)
+    if arguments.what == "nano":
+        time_nano(build)
     if arguments.what == "profile":
         profile(names, build)
 

@@ -24,16 +24,16 @@ def test_nothing_waiting_asks_for_nothing() -> None:
 
 def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
     pace = BacklogPace()
-    pace.waits(90_000, 10)
+    pace.waits(45_000, 10)
     chunks: list[int] = []
     for step in range(90):
-        chunk = pace.next_chunk({}, num_steps=100 - step, num_decodes=48)
+        chunk = pace.next_chunk({}, num_steps=100 - step, num_decodes=24)
         assert chunk is not None
-        pace.leaves(min(chunk, 90_000 - sum(chunks)), 10)
+        pace.leaves(min(chunk, 45_000 - sum(chunks)), 10)
         chunks.append(chunk)
-    assert chunks[:4] == [2000, 0, 2000, 0]  # 1,000 a step
-    assert set(chunks) == {0, CHUNK_TOKENS - 48}
-    assert sum(chunks) >= 90_000
+    assert chunks[:4] == [1000, 0, 1000, 0]  # 500 a step
+    assert set(chunks) == {0, CHUNK_TOKENS - 24}
+    assert sum(chunks) >= 45_000
 
 
 def test_a_pace_beyond_a_chunk_is_kept() -> None:
