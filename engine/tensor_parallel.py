@@ -31,7 +31,7 @@ Tree = dict[str, Any]  # of dicts, lists, strings, numbers, None, and arrays
 
 RANK_COMMAND = (sys.executable, "-m", "engine.rank_process")
 SEND_SECONDS = 300.0  # for a rank to take a step in
-EXPLAIN_SECONDS = 10.0  # for a lost rank's exit to be seen, once an exchange with it has failed
+EXPLAIN_SECONDS = 5.0  # for a lost rank's exit to be seen, once an exchange with it has failed
 _LENGTH_BYTES = 8
 _ARRAY = "array of"  # the key of an array's place in the header
 
@@ -83,17 +83,18 @@ class Ranks:
             except TimeoutError:
                 raise EngineError(f"rank {rank} of the engine has not taken a step for {SEND_SECONDS:g} s") from None
             except OSError as error:
-                raise self._explained(error) from error
+                self._lost_one.wait(EXPLAIN_SECONDS)
+                raise self._lost or EngineError(f"rank {rank} of the engine cannot be reached: {error}") from error
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """An exchange that fails in here fails because some rank is lost: raises EngineError that says which."""
+        """An exchange in here may fail because some rank is lost: then raises what that rank was lost to instead."""
         try:
             yield
         except RuntimeError as error:
-            if not self._others:
-                raise
-            raise self._explained(error) from error
+            if self._others and self._lost_one.wait(EXPLAIN_SECONDS) and self._lost is not None:
+                raise self._lost from error
+            raise
 
     def close(self) -> None:
         """Ends the other ranks. Idempotent."""
@@ -108,10 +109,6 @@ class Ranks:
                 process.wait()
             sock.close()
         self._others = []
-
-    def _explained(self, error: BaseException) -> PagemillError:
-        self._lost_one.wait(EXPLAIN_SECONDS)
-        return self._lost or EngineError(f"the engine's ranks have lost one another: {error}")
 
     def _watch(self) -> None:
         """Other ranks speak once, when they fail; or their sockets just close."""

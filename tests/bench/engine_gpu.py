@@ -90,18 +90,18 @@ class NoText:
 
 
 def random_parameters(
-    config: ModelConfig, dtype: torch.dtype, seed: int, peaked: bool
+    config: ModelConfig, dtype: torch.dtype, seed: int, peaked: bool, device: torch.device = DEVICE
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Drawn on the device. `peaked`: keys and queries large, so that one wrong key among many shows."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for parameter in expected_parameters(config, "huggingface"):
         if parameter.name.endswith("norm.weight"):
-            tensor = torch.ones(parameter.shape, device=DEVICE)
+            tensor = torch.ones(parameter.shape, device=device)
         elif len(parameter.shape) == 1:
-            tensor = torch.randn(parameter.shape, device=DEVICE, generator=generator) * 0.1
+            tensor = torch.randn(parameter.shape, device=device, generator=generator) * 0.1
         else:
             scale = parameter.shape[-1] ** -0.5 if peaked else 0.02
-            tensor = torch.randn(parameter.shape, device=DEVICE, generator=generator, dtype=torch.float32) * scale
+            tensor = torch.randn(parameter.shape, device=device, generator=generator, dtype=torch.float32) * scale
             if peaked and parameter.name.endswith("qkv.weight"):
                 tensor[: config.query_size + config.kv_size] *= 2.0
             if peaked and parameter.name == "head.weight":
