@@ -40,7 +40,8 @@ from engine.weights.sharding import shard_config, shard_parameters
 from schemas.errors import PagemillError
 from schemas.inference import InferenceOutput
 from tests.bench import engine_gpu
-from tests.bench.engine_gpu import CHECKED, QWEN2_7B, Build, NoText, check_requests, workloads
+from tests.bench.engine_gpu import CHECKED, QWEN2_7B, Build, NoText, check_requests
+from tests.bench.workloads import WORKLOADS
 
 IS_CUDA = torch.cuda.is_available()
 STARTED = time.perf_counter()
@@ -319,7 +320,7 @@ def time_workloads(names: Sequence[str], case: Case, group: Group, ranks: Ranks)
     say("warm")
     seconds = {}
     for name in names:
-        requests = workloads.WORKLOADS[name]() if IS_CUDA else cpu_requests()
+        requests = WORKLOADS[name]() if IS_CUDA else cpu_requests()
         before = engine.stats()
         synchronize()
         began = time.perf_counter()
