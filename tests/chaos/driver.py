@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -146,7 +147,7 @@ class Chaos:
             if len(crew.ended) > MAX_ENDED:
                 outcome.findings.append(f"{len(crew.ended)} workers ended by themselves")
                 return
-            if now >= next_look:
+            if now >= next_look and faults.broker_answers:
                 next_look = now + COMMITTED_EVERY_SECONDS
                 with suppress(KafkaError):
                     if own.committed() == wanted:
@@ -276,6 +277,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no round after so long (without --rounds)")
     parser.add_argument("--seed", type=int, help="the first round's; the next ones count on")
     parser.add_argument("--keep-logs", action="store_true", help="of every round")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends workers and servers too
     options = parser.parse_args(arguments)
     first = SystemRandom().randrange(10**6) if options.seed is None else options.seed
     rounds = options.rounds or (1 if options.seed is not None else None)

@@ -20,6 +20,7 @@ from tests.servers.kafka_broker import KafkaBroker
 from tests.servers.server_process import Server
 
 SLOW_DELAY_SECONDS, SLOW_BYTES_PER_SECOND = 0.05, 200_000.0
+CALL_SECONDS = 2.0  # a call that waits longer would make other faults longer
 PRESSURE_INDEX, PRESSURE_THREADS, PRESSURE_BYTES = "pressure", 4, 60_000
 
 
@@ -88,10 +89,15 @@ class Faults:
     def __init__(self, servers: Servers, crew: Crew, client: Elasticsearch, index: str) -> None:
         self._servers = servers
         self._crew = crew
-        self._client = client  # straight to the node
+        self._client = client.options(request_timeout=CALL_SECONDS)  # straight to the node
         self._index = index
         self._ends: list[tuple[float, Callable[[], None]]] = []  # monotonic time -> what ends the fault
-        self._down: set[Server] = set()
+        self._away: set[Server] = set()  # killed or frozen
+
+    @property
+    def broker_answers(self) -> bool:
+        """Nobody may wait for it meanwhile: the wait would make the fault longer."""
+        return self._servers.broker not in self._away
 
     def apply(self, fault: Fault) -> None:
         broker, node = self._servers.broker, self._servers.node
@@ -179,19 +185,28 @@ class Faults:
         self._after(seconds, thaw)
 
     def _kill_server(self, server: Server, seconds: float) -> None:
-        def restart() -> None:
-            if server in self._down:
-                self._down.remove(server)
-                server.restart()
+        if server in self._away:
+            return
 
+        def restart() -> None:
+            server.restart()
+            self._away.remove(server)
+
+        self._away.add(server)
         server.kill()
-        self._down.add(server)
         self._after(seconds, restart)
 
     def _freeze_server(self, server: Server, seconds: float) -> None:
-        if server not in self._down:
-            server.freeze()
-            self._after(seconds, server.thaw)
+        if server in self._away:
+            return
+
+        def thaw() -> None:
+            server.thaw()
+            self._away.remove(server)
+
+        self._away.add(server)
+        server.freeze()
+        self._after(seconds, thaw)
 
     def _hit_connections(self, fault: Fault) -> None:
         action, _, where = fault.kind.name.partition("_")
@@ -218,11 +233,10 @@ class Faults:
         def switch(value: bool | None) -> None:
             self._client.indices.put_settings(index=self._index, settings={block: value}, ignore_unavailable=True)
 
-        try:
-            switch(True)
-        except TransportError:
-            return  # the node is away, which is fault enough
+        # Lifted whatever came back: a node that is frozen now will carry it out later.
         self._after(seconds, lambda: switch(None))
+        with suppress(ApiError, TransportError):
+            switch(True)
 
     def _press(self, seconds: float) -> None:
         """Bulks of other clients, until the fault ends, as many as the node takes."""
