@@ -4,6 +4,8 @@ Alone is the usual case and exchanges nothing. engine.tensor_parallel starts the
 """
 
 import os
+import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +15,11 @@ from torch._C._distributed_c10d import TCPStore
 
 COLLECTIVE_SECONDS = 300.0  # for one exchange outside a CUDA graph; beyond it the group has failed
 _HOST = "127.0.0.1"  # all ranks run on one machine
+# Where nobody has set them. Ranks meet on loopback. Multicast over NVLink takes rights that not every machine gives,
+# and two GPUs gain nothing by it.
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"} | (
+    {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +56,21 @@ class Group:
 
 
 def open_store() -> TCPStore:
-    """Rank 0's store, on a free port, by which the ranks find one another."""
-    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    """Rank 0's store, on a free port, by which the ranks find one another. Nobody else can reach it."""
+    listener = socket.create_server((_HOST, 0))  # by itself the store would listen on every address
+    port = listener.getsockname()[1]
+    return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join(store: TCPStore | int, rank: int, size: int, device: torch.device) -> Group:
     """Waits for all ranks. `store`: rank 0's own, elsewhere its port. Sets the process's CUDA device and group."""
     if isinstance(store, int):
         store = TCPStore(_HOST, store, is_master=False)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
-        # Multicast over NVLink takes rights that not every machine gives, and two GPUs gain nothing by it.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         store=store,
