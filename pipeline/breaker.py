@@ -52,12 +52,15 @@ class CircuitBreaker:
                 raise BreakerOpen("another call is finding out whether Elasticsearch is back", BASE_BACKOFF_SECONDS)
             self._probing = True
 
-    def succeeded(self) -> None:
+    def succeeded(self) -> bool:
+        """Closes it; whether it was open, and this is the end of that."""
         with self._lock:
+            was_open = self._open_until is not None
             self._failures_in_a_row = 0
             self._open_seconds = min(BREAKER_OPEN_SECONDS, self._max_open_seconds)
             self._open_until = None
             self._probing = False
+        return was_open
 
     def failed(self) -> None:
         with self._lock:

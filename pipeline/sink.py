@@ -322,7 +322,8 @@ class ElasticsearchSink:
     def _learn(self, outcome: BulkOutcome, seconds: float) -> None:
         """What a call's end says about the next: how much to send, and whether to send at all."""
         if outcome.num_settled:
-            self._breaker.succeeded()
+            if self._breaker.succeeded():
+                logger.info("elasticsearch takes rows again", pending=self._num_pending)
         else:
             self._breaker.failed()
         with self._lock:

@@ -95,7 +95,7 @@ class ElasticsearchSettings(_Part):
     outbox_documents: int = Field(8192, ge=1)
     request_timeout_seconds: float = Field(30.0, gt=0)
     connect_timeout_seconds: float = Field(15.0, gt=0)
-    max_backoff_seconds: float = Field(10.0, gt=0)
+    max_backoff_seconds: float = Field(5.0, gt=0)
     breaker_failures: int = Field(5, ge=1)  # failed calls in a row that open the breaker
 
 

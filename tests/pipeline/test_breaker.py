@@ -40,9 +40,10 @@ def test_a_half_open_breaker_lets_one_call_through_and_closes_when_it_succeeds()
     breaker.permit()
     with pytest.raises(BreakerOpen):
         breaker.permit()
-    breaker.succeeded()
+    assert breaker.succeeded()
     states.append(breaker.state)
     assert states == [BreakerState.HALF_OPEN, BreakerState.CLOSED]
+    assert not breaker.succeeded()
     breaker.permit()
     breaker.permit()
 

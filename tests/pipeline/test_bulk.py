@@ -4,6 +4,8 @@ from typing import Any
 import orjson
 import pytest
 from elastic_transport import ConnectionError as NodeConnectionError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.bulk import BulkWriter, OutboundRow, RowUnencodable, encode_row
 from pipeline.index import RESULTS_MAPPING, check_index
@@ -207,3 +209,37 @@ def test_a_record_whose_replay_has_the_row_is_superseded_and_the_replay_itself_i
     writer(server).write([replayed])
     again = writer(server).write([outbound(1, version=16), dataclasses.replace(replayed, position=position(90))])
     assert (offsets(again.superseded), offsets(again.already_done)) == ([1], [90])
+
+
+CALL_ENDS = st.sampled_from(
+    [None, api_error(429), api_error(503), api_error(413), api_error(400), NodeConnectionError("reset")]
+)
+ROW_ENDS = st.sampled_from(
+    [None, (429, "es_rejected_execution_exception"), (400, "document_parsing_exception"), (400, "mapper_exception"),
+     (503, "unavailable_shards_exception"), (403, "cluster_block_exception")]
+)  # fmt: skip
+
+
+@given(
+    st.lists(ROW_ENDS, min_size=1, max_size=12),
+    st.lists(CALL_ENDS, max_size=8),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 11)),
+)
+def test_every_row_has_exactly_one_verdict_whatever_the_calls_and_rows_come_to(
+    row_ends: list[tuple[int, str] | None], call_ends: list[Exception | None], num_failed_looks: int, stored: set[int]
+) -> None:
+    server = FakeElasticsearch()
+    for offset in stored:  # by an earlier attempt
+        writer(server).write([outbound(offset)])
+    rows = [outbound(offset) for offset in range(len(row_ends))]
+    for end in call_ends:
+        server.on_bulk.append(end if end is not None else lambda action: row_ends[action["version"]])
+    server.on_mget.extend([api_error(503)] * num_failed_looks)
+    outcome = writer(server).write(rows)
+    lists = [outcome.stored, outcome.already_done, outcome.superseded, [each for each, _ in outcome.rejected], outcome.refused]  # fmt: skip # noqa: E501
+    assert sorted(each.position.offset for rows_of_one in lists for each in rows_of_one) == list(range(len(rows)))
+    assert (outcome.conflicts, outcome.misfits, outcome.superseded) == ([], [], [])
+    assert bool(outcome.refused) == (outcome.cause is not None)
+    assert {each.row_id for each in outcome.stored + outcome.already_done} <= set(server.stored)
+    assert not {each.row_id for each, _ in outcome.rejected} & {each.row_id for each in outcome.stored}
