@@ -25,7 +25,7 @@ MAX_RECORDS_PER_READ = 1000
 # Between two reads that found nothing: doubling from the first to the second. The wait is ours and not the client's,
 # which asks again at once where a server answers "nothing" without waiting, as the embedded one does.
 _FIRST_IDLE_SECONDS, _IDLE_SECONDS = 0.002, 0.1
-_HELD_READ_SECONDS = 0.05  # while paused: a read then is only a sign of life
+_HELD_READ_SECONDS = 0.05  # at most, between two reads while paused: they are only a sign of life
 _RESUME_BELOW = 0.75  # of the high marks
 _END_LOOKUP_SECONDS = 0.25
 _CLOSE_SECONDS = 5.0  # for each of: the last dead letters, the last commit, leaving the group
@@ -50,6 +50,7 @@ class KafkaSource:
         self._draining = False
         # Appended by any thread, taken by ours; and the other way round.
         self._completions: deque[Sequence[SourcePosition]] = deque()
+        self._has_completions = threading.Event()
         self._handed_back: deque[Sequence[SourcePosition]] = deque()
         self._skipped: deque[Counter[Assignment]] = deque()
 
@@ -92,6 +93,7 @@ class KafkaSource:
 
     def complete(self, positions: Sequence[SourcePosition]) -> None:
         self._completions.append(positions)
+        self._has_completions.set()
 
     def hand_back(self, positions: Sequence[SourcePosition]) -> None:
         self._handed_back.append(positions)
@@ -166,7 +168,7 @@ class KafkaSource:
 
     def _step(self) -> None:
         self._hold_or_resume()
-        raws = self._member.read(1, _HELD_READ_SECONDS) if self._holds else self._member.read(self._room(), 0.0)
+        raws = self._member.read(1 if self._holds else self._room(), 0.0)
         if raws:
             self._idle_seconds = _FIRST_IDLE_SECONDS
             self._is_at_end = False
@@ -181,7 +183,9 @@ class KafkaSource:
         self._has_assignment = self._member.is_stable
         self._look_for_the_end()
         self._hand_back_if_draining()
-        if not raws and not self._holds:
+        if self._holds:
+            self._has_completions.wait(_HELD_READ_SECONDS)  # and not in the client: what completes makes room at once
+        elif not raws:
             self._closing.wait(self._idle_seconds)
             self._idle_seconds = min(2 * self._idle_seconds, _IDLE_SECONDS)
 
@@ -223,6 +227,7 @@ class KafkaSource:
         self._tracker.hand_back(untouched)
 
     def _apply_completions(self) -> None:
+        self._has_completions.clear()  # first: what is appended from here on sets it again
         while self._completions:
             self._tracker.complete(self._completions.popleft())
         while self._handed_back:

@@ -149,9 +149,7 @@ class BulkWriter:
         outcome.num_bytes += num_bytes
         try:
             reply = self._client.bulk(
-                operations=cast(
-                    Any, [row.body for row in rows]
-                ),  # bytes pass through the client's serialiser as they are
+                operations=cast(Any, b"".join([row.body for row in rows])),  # connection.PreparedLines leaves it alone
                 require_alias=True,
                 timeout=self._timeout,
                 filter_path=_REPLY_PARTS,

@@ -15,6 +15,7 @@ import structlog
 from elastic_transport import ConnectionError as NodeConnectionError
 from elastic_transport import TlsError, TransportError, Urllib3HttpNode
 from elasticsearch import ApiError, Elasticsearch, OrjsonSerializer
+from elasticsearch.serializer import NdjsonSerializer
 from pydantic import SecretStr
 
 from pipeline.retry import (
@@ -71,7 +72,10 @@ def connect(settings: ElasticsearchSettings) -> Elasticsearch:
             max_retries=0,
             retry_on_timeout=False,
             node_class=WholeReplies,
-            serializers={"application/vnd.elasticsearch+json": OrjsonSerializer()},
+            serializers={
+                "application/vnd.elasticsearch+json": OrjsonSerializer(),
+                "application/vnd.elasticsearch+x-ndjson": PreparedLines(),
+            },
             **options,
         )
     except ValueError as error:
@@ -159,6 +163,14 @@ def _base64(text: str) -> str:
 def _is_in_clear(url: str) -> bool:
     parts = urlsplit(url)
     return parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1")
+
+
+class PreparedLines(NdjsonSerializer):
+    """Bulk bodies that are bytes already are sent as they are; the client's own would copy each twice, line by line,
+    at four times what writing the rows as JSON takes."""
+
+    def dumps(self, data: Any) -> bytes:
+        return data if isinstance(data, bytes) else super().dumps(data)
 
 
 def _check_url(url: str) -> None:

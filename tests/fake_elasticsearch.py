@@ -38,13 +38,14 @@ class FakeElasticsearch:
     def options(self, **_: Any) -> "FakeElasticsearch":
         return self
 
-    def bulk(self, *, operations: Sequence[bytes], **_: Any) -> ObjectApiResponse[Any]:
-        self.bulk_sizes.append(len(operations))
+    def bulk(self, *, operations: bytes, **_: Any) -> ObjectApiResponse[Any]:
+        lines = [orjson.loads(line) for line in operations.splitlines()]
+        rows = list(zip(lines[::2], lines[1::2], strict=True))
+        self.bulk_sizes.append(len(rows))
         cue = self.on_bulk.popleft() if self.on_bulk else None
         if isinstance(cue, Exception):
             raise cue
-        rows = [tuple(map(orjson.loads, body.splitlines())) for body in operations]
-        if self.max_body_bytes is not None and sum(map(len, operations)) > self.max_body_bytes:
+        if self.max_body_bytes is not None and len(operations) > self.max_body_bytes:
             raise api_error(413)
         if any(action["index"]["_id"] in self.poison_ids for action, _ in rows):
             raise api_error(400, "action_request_validation_exception", "id is too long")
