@@ -243,6 +243,11 @@ def test_a_step_arrives_as_it_was_sent() -> None:
 # ---- how ranks end
 
 
+def test_an_error_that_no_lost_rank_explains_stays_itself() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), Ranks().explaining():
+        raise RuntimeError("out of memory")
+
+
 def model_settings(path: Path) -> ModelSettings:
     return ModelSettings(path=str(path), dtype="float32", device="cpu", max_model_len=256)
 
