@@ -16,6 +16,7 @@ import structlog
 
 from consumers.source import Source
 from pipeline.account import Totals
+from pipeline.failure_limits import FailureLimits, Gate
 from pipeline.outgoing import OutgoingRows, RowSink
 from pipeline.prompts import PromptBuilder, derived_seed
 from pipeline.results import ACTIONS, Action
@@ -54,6 +55,7 @@ class Flow:
         max_running: int,
         max_tokens_per_step: int,
         urgent_after_seconds: float,
+        limits: FailureLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.totals = Totals()
@@ -76,7 +78,8 @@ class Flow:
             max_tokens_per_step=max_tokens_per_step,
             urgent_after_seconds=urgent_after_seconds,
         )
-        self.outgoing = OutgoingRows(source, sink, self.totals, clock)
+        self._limits = limits or FailureLimits()
+        self.outgoing = OutgoingRows(source, sink, self.totals, self._limits, clock)
 
     # ---- for other threads
 
@@ -140,6 +143,8 @@ class Flow:
             self.turn()
             if on_turn is not None:
                 on_turn()
+            if self._limits.exceeded is not None and not self._is_draining:
+                raise self._limits.exceeded
             if self._is_draining and self._drain_until is not None:
                 if not self.num_in_flight:
                     return
@@ -211,6 +216,8 @@ class Flow:
         assert self._prompts is not None, "open_engine comes first"
         until = self._clock() + PREPARE_SLICE_SECONDS
         while self._arrived:
+            if self._limits.exceeded is not None:
+                return
             document, arrived = self._arrived.popleft()
             if isinstance(document, RejectedDocument):
                 self._fail(document, document.failure)
@@ -220,6 +227,7 @@ class Flow:
             except DocumentError as error:
                 self._fail(document, error.failure)
                 continue
+            self._limits.passed(Gate.PROMPT)
             now = self._clock()
             self._wait(Work(prepared, arrived), now)
             if now >= until:

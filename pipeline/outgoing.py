@@ -11,6 +11,7 @@ from typing import Protocol
 
 from consumers.source import Source
 from pipeline.account import Totals
+from pipeline.failure_limits import FailureLimits, Gate
 from pipeline.results import build_rejection_row
 from pipeline.retry import Verdict
 from pipeline.rows import Row
@@ -32,10 +33,13 @@ class RowSink(Protocol):
 class OutgoingRows:
     """Owned by the pipeline's thread; `acknowledged` and `rejected` are called by the sink's."""
 
-    def __init__(self, source: Source, sink: RowSink, totals: Totals, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, source: Source, sink: RowSink, totals: Totals, limits: FailureLimits, clock: Callable[[], float]
+    ) -> None:
         self._source = source
         self._sink = sink
         self._totals = totals
+        self._limits = limits
         self._clock = clock
         self._rows: list[Row] = []
         self._storing: dict[SourcePosition, tuple[float, Failure | None]] = {}  # -> when it was put, why it failed
@@ -76,9 +80,12 @@ class OutgoingRows:
     def add(self, rows: Sequence[Row]) -> None:
         """Answered rows."""
         self._rows.extend(rows)
+        if rows:
+            self._limits.passed(Gate.ANSWER, len(rows))
 
     def fail(self, row: Row, failure: Failure) -> None:
         """A failed row: the dead letter first; its acknowledgement lets the row follow, and that one's completes."""
+        self._limits.failed(failure)
         result, _, position, _ = row
         self._dead_lettering[position] = row
 
@@ -118,6 +125,8 @@ class OutgoingRows:
             for position in positions:
                 put, failure = self._storing.pop(position)
                 parts.storing += now - put
+                if failure is None:  # a failed row says nothing: it may stand for one that was rejected
+                    self._limits.passed(Gate.ROW)
                 if verdict is Verdict.ALREADY_DONE:
                     account.already_done += 1
                 elif verdict is Verdict.SUPERSEDED:

@@ -21,6 +21,7 @@ from consumers.topics import ensure_topics
 from engine.client import EngineClient
 from engine.tokenizer import Tokenizer
 from pipeline.connection import connect
+from pipeline.failure_limits import FailureLimits
 from pipeline.flow import Flow
 from pipeline.http import StatusServer
 from pipeline.metrics import Readings, WorkerMetrics
@@ -30,7 +31,7 @@ from pipeline.rows import RowBuilder
 from pipeline.sink import ElasticsearchSink
 from pipeline.summary import RunSummary
 from pipeline.supervisor import EngineSupervisor
-from schemas.errors import EngineError, ModelError, SettingsError, SourceError
+from schemas.errors import EngineError, FailureLimitError, ModelError, SettingsError, SourceError
 from schemas.inference import EngineInfo, InferenceRequest, SamplingParams
 from schemas.settings import Settings, require_addresses
 
@@ -111,6 +112,11 @@ class Worker:
                 max_running=settings.engine.max_running,
                 max_tokens_per_step=settings.engine.max_tokens_per_step,
                 urgent_after_seconds=settings.worker.urgent_after_seconds,
+                limits=FailureLimits(
+                    settings.worker.max_failed_ratio,
+                    settings.worker.failed_window_documents,
+                    settings.worker.max_consecutive_failures,
+                ),
             )
             info = flow.open_engine()
             logger.info("engine started", model=info.model, device=info.device, seconds=info.start_seconds)
@@ -121,7 +127,8 @@ class Worker:
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
             try:
                 flow.run(until_drained, lambda: self._tell_turn(flow))
-            except (SourceError, EngineError, ModelError, SettingsError):  # the last two: of an engine started again
+            except (SourceError, FailureLimitError, EngineError, ModelError, SettingsError):
+                # The last two: of an engine started again.
                 flow.request_drain(settings.worker.grace_seconds)  # nothing computed is thrown away
                 flow.run()
                 raise

@@ -6,6 +6,7 @@
     ├── EngineError        the engine process did not start, died, or broke its protocol
     ├── SourceError        Kafka: unreachable, refused, a topic or range that is gone
     ├── SinkError          Elasticsearch: unreachable, refused, a mapping that disagrees
+    ├── FailureLimitError  too many documents fail: it is the deployment that is wrong, not they
     ├── DemoError          the demo cannot run on this machine: an extra, a port, the network or the disk
     └── DocumentError      one document cannot be answered; becomes a Failure when it leaves its stage
 
@@ -39,6 +40,10 @@ class SourceError(PagemillError):
 
 class SinkError(PagemillError):
     """Elasticsearch is unreachable, refuses us, or holds an index that disagrees with ours."""
+
+
+class FailureLimitError(PagemillError):
+    """Too many documents fail: a wrong deployment, which must not turn a backlog into dead letters."""
 
 
 class DemoError(PagemillError):

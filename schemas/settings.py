@@ -111,6 +111,9 @@ class WorkerSettings(_Part):
     engine_silence_seconds: float = Field(30.0, ge=2)  # without a sign of life, which it gives each second: frozen
     engine_step_seconds: float = Field(0.0, ge=0)  # for one step: it hangs; 0: 1,800 on a CPU, 300 elsewhere
     engine_restarts: int = Field(3, ge=0)  # in a row without one output between; then the worker stops
+    max_failed_ratio: float = Field(0.5, gt=0, le=1)  # of a window; above it the worker stops. 1: no limit
+    failed_window_documents: int = Field(2000, ge=1)
+    max_consecutive_failures: int = Field(500, ge=0)  # then the worker stops; 0: no limit
     receipts: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"

@@ -11,6 +11,7 @@ from itertools import pairwise, repeat
 import pytest
 
 from engine.client import EngineClient
+from pipeline.failure_limits import FailureLimits
 from pipeline.flow import WAIT_SECONDS, Flow
 from pipeline.prompts import PromptBuilder, compile_tasks
 from pipeline.results import WorkerIdentity
@@ -19,7 +20,16 @@ from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
 from pipeline.supervisor import EngineSupervisor
 from schemas.document import DocumentResult, SourcePosition
-from schemas.errors import EngineError, Failure, FailureCode, SettingsError, SinkError, SourceError, Stage
+from schemas.errors import (
+    EngineError,
+    Failure,
+    FailureCode,
+    FailureLimitError,
+    SettingsError,
+    SinkError,
+    SourceError,
+    Stage,
+)
 from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, InferenceRequest, ModelSettings
 from schemas.task import Task
 from tests.fakes import fake_engine_command
@@ -75,7 +85,13 @@ class MemorySink:
 class Bench:
     """A flow with everything around it. `engines` are the command lines of the engine processes, one after another."""
 
-    def __init__(self, engines: Sequence[tuple[str, ...]], source: MemorySource, restarts: int = 3) -> None:
+    def __init__(
+        self,
+        engines: Sequence[tuple[str, ...]],
+        source: MemorySource,
+        restarts: int = 3,
+        limits: FailureLimits | None = None,
+    ) -> None:
         self.source = source
         self.sink = MemorySink()
         self.started: list[EngineClient] = []
@@ -90,6 +106,7 @@ class Bench:
             max_running=8,
             max_tokens_per_step=64,
             urgent_after_seconds=300.0,
+            limits=limits,
         )
         self.sink.acknowledged = self.flow.outgoing.acknowledged
         self.sink.rejected = self.flow.outgoing.rejected
@@ -114,9 +131,14 @@ MakeStage = Callable[..., Bench]
 def make_stage() -> Iterator[MakeStage]:
     made: list[Bench] = []
 
-    def make(source: MemorySource, *engines: dict[str, float | str], restarts: int = 3) -> Bench:
+    def make(
+        source: MemorySource,
+        *engines: dict[str, float | str],
+        restarts: int = 3,
+        limits: FailureLimits | None = None,
+    ) -> Bench:
         commands = [fake_engine_command(**behaviour) for behaviour in engines or ({},)]
-        made.append(Bench(commands, source, restarts))
+        made.append(Bench(commands, source, restarts, limits))
         return made[-1]
 
     yield make
@@ -652,3 +674,31 @@ def test_an_engine_lost_while_draining_is_not_started_again(make_stage: MakeStag
     account = stage.flow.totals.account
     assert (account.failed, account.handed_back, account.indexed) == (1, 19, 0)
     assert stage.balance() == (0, 0)
+
+
+def test_too_many_failures_in_a_row_stop_the_flow_and_what_had_not_begun_is_handed_back(make_stage: MakeStage) -> None:
+    documents = [make_document(offset) if offset < 5 else make_rejected(offset) for offset in range(50)]
+    stage = make_stage(MemorySource(documents), limits=FailureLimits(1.0, 1000, 10))
+    with pytest.raises(FailureLimitError, match="the last 10 documents that arrived failed, all in a row"):
+        stage.run()
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    account = stage.flow.totals.account
+    assert (account.delivered, account.indexed, account.failed, account.handed_back) == (50, 5, 10, 35)
+    assert stage.balance() == (0, 0)
+
+
+def test_answers_that_are_no_answers_stop_the_flow(make_stage: MakeStage) -> None:
+    documents = [make_document(offset, task="json", fields={"text": "x"}) for offset in range(60)]
+    stage = make_stage(MemorySource(documents), limits=FailureLimits(0.25, 40, 0))
+    with pytest.raises(FailureLimitError, match=r"11 of the last 11 answers failed.*11 of them with INVALID_OUTPUT"):
+        stage.run()
+
+
+def test_rows_that_elasticsearch_rejects_stop_the_flow_though_their_failed_rows_are_stored(
+    make_stage: MakeStage,
+) -> None:
+    stage = make_stage(MemorySource([make_document(n) for n in range(60)]), limits=FailureLimits(1.0, 1000, 20))
+    stage.sink.refused = {f"d{offset}" for offset in range(60)}
+    with pytest.raises(FailureLimitError, match="the last 20 rows failed, all in a row"):
+        stage.run()
