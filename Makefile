@@ -10,13 +10,14 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos test-long test-gpu check format model install clean bench-%
+.PHONY: help demo test chaos test-long fuzz test-gpu check format model install clean bench-%
 
 help:
 	@echo "make demo            install, fetch a small model, and answer questions about the installed packages"
 	@echo "make test            all tests but the long ones; with a JDK 21+ and Maven also those on real servers"
 	@echo "make chaos           rounds of random faults on real servers and workers, for SECONDS=300 or ROUNDS=n, SEED=n"
 	@echo "make test-long       the long tests"
+	@echo "make fuzz            a million inputs to what reads bytes of others: messages, settings, templates, metadata"
 	@echo "make test-gpu        the tests that need a CUDA device"
 	@echo "make check           ruff, mypy strict, layers"
 	@echo "make format          ruff's fixes and format"
@@ -38,6 +39,10 @@ test-long: $(VENV)/installed-dev model
 SECONDS ?= 300
 chaos: $(VENV)/installed-dev
 	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED))
+
+# Other inputs at every run; a failure prints the one that it shrank to.
+fuzz: $(VENV)/installed-dev
+	PAGEMILL_FUZZ_INPUTS=$${PAGEMILL_FUZZ_INPUTS:-1000000} $(BIN)/python -m pytest -s --timeout 7200 tests/fuzz
 
 test-gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu

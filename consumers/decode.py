@@ -34,6 +34,7 @@ from schemas.settings import TASK_NAME_PATTERN
 
 MAX_DEPTH = 64  # of objects and arrays in each other
 MAX_ID_CHARACTERS = 256
+MAX_ENVELOPE_BYTES = 2**16  # of a record's key and headers: the row has the key, a dead letter both
 
 # The model also reads seconds since 1970 in quotes; the format does not have those.
 _RFC_3339_DEADLINE = re.compile(rb'"deadline"\s*:\s*"\d{4}-\d\d-\d\d[Tt ]')
@@ -54,6 +55,10 @@ def decode_document(raw: RawMessage, max_document_bytes: int) -> Document | Reje
     if len(value) > max_document_bytes:
         text = f"the message has {len(value):,} bytes; max_document_bytes is {max_document_bytes:,}"
         return _reject(raw, None, FailureCode.DOCUMENT_TOO_LARGE, text)
+    num_bytes = raw.num_bytes
+    if num_bytes - len(value) > MAX_ENVELOPE_BYTES:
+        text = f"key and headers have {num_bytes - len(value):,} bytes; at most {MAX_ENVELOPE_BYTES:,} are taken"
+        return _reject(raw, None, FailureCode.DOCUMENT_TOO_LARGE, text)
     try:
         message = DocumentMessage.model_validate_json(value, strict=True)
         _check_beyond_the_model(message, value)
@@ -69,7 +74,7 @@ def decode_document(raw: RawMessage, max_document_bytes: int) -> Document | Reje
         timestamp_ms=timestamp_ms,
         key=raw.key,
         message=message,
-        num_bytes=raw.num_bytes,
+        num_bytes=num_bytes,
         attempt=attempt,
         first_position=first if first is not raw.position else None,
     )

@@ -148,8 +148,8 @@ def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Print the effective settings, secrets masked, or what is wrong with them."""
     with told():
         settings = load(config, set_, None, None)
-        from pipeline.prompts import check_templates
         from pipeline.results import AnswerReader
+        from pipeline.templates import check_templates
 
         check_templates(settings.tasks)
         for name, task in settings.tasks.items():

@@ -9,18 +9,16 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import jinja2
-import jinja2.meta
-from jinja2.exceptions import SecurityError
 from jinja2.sandbox import SandboxedEnvironment
 
 from engine.block_hash import hash_blocks
+from pipeline.templates import TemplateEnvironment, compile_template
 from schemas.document import DEFAULT_TASK, Document, DocumentMessage, Identity, SamplingOverrides
 from schemas.errors import DocumentError, FailureCode, SettingsError, Stage
 from schemas.inference import EngineInfo, SamplingParams
-from schemas.task import Task
+from schemas.task import Task, stop_inside_label
 
 MAX_RENDERED_CHARACTERS = 8 * 2**20  # a template may repeat a document's text, but not fill the memory with it
-_MAX_REPEATED = 2**20  # what one `*` in a template may make
 
 
 class PromptTokenizer(Protocol):
@@ -50,7 +48,7 @@ class CompiledTask:
         self.template: jinja2.Template | None = None
         self.known_fields: frozenset[str] = frozenset()  # what the template may read of a document
         if task.template is not None:
-            self.known_fields, self.template = _compile_template(name, task.template, environment)
+            self.known_fields, self.template = compile_template(name, task.template, environment)
         if not task.chat and task.system is not None:
             raise SettingsError(
                 f"tasks.{name}.system needs chat = true; with chat = false, write it into the template itself"
@@ -66,6 +64,11 @@ class CompiledTask:
         for label, token_ids in zip(task.labels, self.label_token_ids, strict=True):
             if not token_ids:
                 raise SettingsError(f"tasks.{name}.labels: {label!r} makes no token")
+            if ends := set(token_ids) & set(task.sampling.stop_token_ids):
+                raise SettingsError(
+                    f"tasks.{name}.sampling.stop_token_ids holds {min(ends)}, a token of the label {label!r}: the "
+                    "answer would end there and be no label"
+                )
         self.sampling = self.with_room_for_labels(task.sampling)
         self.plain_sampling = dataclasses.asdict(self.sampling)  # for receipts
         uses_chat = task.chat and tokenizer.has_chat_template
@@ -81,33 +84,12 @@ class CompiledTask:
         return dataclasses.replace(sampling, max_tokens=longest)
 
 
-def check_templates(tasks: Mapping[str, Task]) -> None:
-    """Compiles every template and forgets it. Raises SettingsError, the task and the line named. Needs no model."""
-    environment = _TemplateEnvironment()
-    for name, task in tasks.items():
-        if task.template is not None:
-            _compile_template(name, task.template, environment)
-
-
 def compile_tasks(tasks: Mapping[str, Task], tokenizer: PromptTokenizer) -> dict[str, CompiledTask]:
     """Every task of the settings, and `default` where they have none. Raises SettingsError, the task named."""
-    environment = _TemplateEnvironment()
+    environment = TemplateEnvironment()
     named = dict(tasks)
     named.setdefault(DEFAULT_TASK, Task())
     return {name: CompiledTask(name, task, environment, tokenizer) for name, task in named.items()}
-
-
-def _compile_template(
-    name: str, template: str, environment: SandboxedEnvironment
-) -> tuple[frozenset[str], jinja2.Template]:
-    """The names that the template may read, and itself, compiled."""
-    try:
-        names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
-        return names, environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise SettingsError(f"tasks.{name}.template, line {error.lineno}: {error.message}") from None
-    except jinja2.TemplateError as error:
-        raise SettingsError(f"tasks.{name}.template: {error.message}") from None
 
 
 @dataclass(slots=True)
@@ -258,6 +240,8 @@ class PromptBuilder:
             sampling = dataclasses.replace(task.task.sampling, **changes)
         except ValueError as error:
             raise _failure(FailureCode.BAD_MESSAGE, f"sampling.{error}") from None
+        if (inside := stop_inside_label(sampling.stop, task.task.labels)) is not None:
+            raise _failure(FailureCode.BAD_MESSAGE, f"sampling.{inside}")
         for token_id in sampling.stop_token_ids:
             if token_id >= self._vocab_size:
                 raise _failure(
@@ -291,26 +275,6 @@ def derived_seed(identity: Identity, attempt: int = 0) -> int:
         text += f"\0{attempt}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # below 2^63
-
-
-class _TemplateEnvironment(SandboxedEnvironment):
-    """Sees a document's fields and nothing else; undefined names are errors; repetition is bounded."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self) -> None:
-        super().__init__(undefined=jinja2.StrictUndefined, keep_trailing_newline=False)
-        self.globals.clear()
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and abs(right) > 1024:
-            raise SecurityError(f"a power of {right} is too large")
-        for repeated, times in ((left, right), (right, left)):
-            if operator == "*" and isinstance(times, int) and isinstance(repeated, str | list | tuple | bytes):
-                size = len(repeated) * max(times, 0)
-                if size > _MAX_REPEATED:
-                    raise SecurityError(f"{size} characters or entries out of one repetition are too many")
-        return super().call_binop(context, operator, left, right)
 
 
 def _escaped(value: Any, escape: Callable[[str], str]) -> Any:

@@ -17,6 +17,8 @@ SCHEMA_VERSION = 1
 JOB_PATTERN = r"^[a-z0-9._-]{1,64}$"
 DEFAULT_JOB = "default"
 DEFAULT_TASK = "default"
+MAX_TURNS = 4096  # of a conversation
+MAX_PROMPT_TOKEN_IDS = 2**20  # longer than any model's context; memory is what it spares
 
 
 class SourcePosition(NamedTuple):
@@ -91,6 +93,8 @@ class ChatMessage(BaseModel):
 
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+# fail_fast: one sentence for half a million wrong entries, and not their number of errors.
+TokenIds: TypeAlias = Annotated[tuple[TokenId, ...], Field(max_length=MAX_PROMPT_TOKEN_IDS, fail_fast=True)]
 
 
 class DocumentMessage(BaseModel):
@@ -105,9 +109,11 @@ class DocumentMessage(BaseModel):
     job: str = Field(DEFAULT_JOB, pattern=JOB_PATTERN, description="a job's name; results are found by it")
     task: str = Field(DEFAULT_TASK, description="a task of the worker's settings")
     fields: dict[str, Any] | None = Field(None, description="what the task's template sees")
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1)] | None = Field(None, description="a conversation")
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=MAX_TURNS)] | None = Field(
+        None, description="a conversation"
+    )
     prompt: str | None = Field(None, description="text as it is, without task template or chat template")
-    prompt_token_ids: tuple[TokenId, ...] | None = Field(None, description="token ids as they are")
+    prompt_token_ids: TokenIds | None = Field(None, description="token ids as they are")
     sampling: SamplingOverrides | None = Field(None, description="overrides of the task's sampling")
     priority: int = Field(0, ge=-10, le=10, description="higher goes first")
     deadline: AwareDatetime | None = Field(None, description="RFC 3339 with zone; not started by then: failed")

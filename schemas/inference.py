@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of one of them
+MAX_STOP_TOKEN_IDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class SamplingParams:
         _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "0 to 2^63 - 1")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"at most {MAX_STOP_STRINGS} strings")
         _require(all(self.stop), "stop", self.stop, "strings of at least one character")
+        longest = max(map(len, self.stop), default=0)
+        _require(longest <= MAX_STOP_CHARACTERS, "stop", f"{longest} characters", f"at most {MAX_STOP_CHARACTERS}")
+        num_ids = len(self.stop_token_ids)
+        _require(num_ids <= MAX_STOP_TOKEN_IDS, "stop_token_ids", num_ids, f"at most {MAX_STOP_TOKEN_IDS} ids")
         _require(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids")
         _require(0.0 < self.repetition_penalty <= 10.0, "repetition_penalty", self.repetition_penalty, "above 0 to 10")
         _require(-10.0 <= self.presence_penalty <= 10.0, "presence_penalty", self.presence_penalty, "-10 to 10")

@@ -28,7 +28,9 @@ ENVIRONMENT_PREFIX = "PAGEMILL_"
 
 # Read elsewhere, before any settings: the folder of fetched models, the settings file's own name, and what the tests
 # of a checkout are told.
-_ENVIRONMENT_ELSEWHERE = frozenset({"PAGEMILL_CACHE", "PAGEMILL_CONFIG", "PAGEMILL_REQUIRE_REAL_SERVERS"})
+_ENVIRONMENT_ELSEWHERE = frozenset(
+    {"PAGEMILL_CACHE", "PAGEMILL_CONFIG", "PAGEMILL_FUZZ_INPUTS", "PAGEMILL_REQUIRE_REAL_SERVERS"}
+)
 # Kubernetes gives every pod such names for every Service in its namespace, one called pagemill included.
 _KUBERNETES_NAME = re.compile(r"^PAGEMILL_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP).*)?)$")
 

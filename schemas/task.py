@@ -1,5 +1,6 @@
 """A task: what is asked of the model about each document. The operator writes it, in the settings."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -29,8 +30,21 @@ class Task(BaseModel):
                 raise ValueError(f"a classify task needs at least two labels, not {list(self.labels)!r}")
             if len(set(self.labels)) != len(self.labels) or not all(label.strip() for label in self.labels):
                 raise ValueError(f"labels must be distinct and not blank: {list(self.labels)!r}")
+            if (inside := stop_inside_label(self.sampling.stop, self.labels)) is not None:
+                raise ValueError(f"sampling.{inside}")
             if self.output_schema is not None:
                 raise ValueError("a classify task has labels, not an output_schema")
         elif self.labels:
             raise ValueError(f'labels go with kind = "classify", not {self.kind!r}')
         return self
+
+
+def stop_inside_label(stop: Sequence[str], labels: Sequence[str]) -> str | None:
+    """Says which stop string would end which label before it is spelled; None where none would."""
+    for text in stop:
+        for label in labels:
+            if text in label:
+                return (
+                    f"stop holds {text!r}, which is in the label {label!r}: the answer would end there and be no label"
+                )
+    return None

@@ -279,3 +279,29 @@ def test_of_very_many_mistakes_the_first_are_named_and_all_are_counted() -> None
     assert isinstance(decoded, RejectedDocument)
     assert decoded.failure.message.startswith('unknown key "a0"')
     assert decoded.failure.message.endswith("; and 1997 more")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 4097}, "'messages': tuple must have at most 4096 items"),
+        ({"prompt_token_ids": [1] * (2**20 + 1)}, "'prompt_token_ids': tuple must have at most 1048576 items"),
+        ({"prompt_token_ids": [-1] * 1000}, "'prompt_token_ids.0': must be greater than or equal to 0, not -1"),
+    ],
+)
+def test_longer_lists_than_anybody_needs_are_refused(value: object, expected: str) -> None:
+    raw = RawMessage(POSITION, 1000, None, json.dumps(value).encode())
+    decoded = decode_document(raw, 2**24)
+    assert isinstance(decoded, RejectedDocument)
+    assert decoded.failure.message.startswith(expected)
+
+
+def test_key_and_headers_have_a_limit_of_their_own() -> None:
+    value = b'{"id": "a", "prompt": "x"}'
+    most = RawMessage(POSITION, 1000, b"k" * 2**15, value, (("h", b"v" * (2**15 - 1)),))
+    assert isinstance(decode_document(most, MAX_BYTES), Document)
+    decoded = decode_document(RawMessage(POSITION, 1000, b"k" * 2**16, value, (("h", b""),)), MAX_BYTES)
+    assert isinstance(decoded, RejectedDocument)
+    assert (decoded.failure.code, decoded.failure.message) == (
+        FailureCode.DOCUMENT_TOO_LARGE, "key and headers have 65,537 bytes; at most 65,536 are taken",
+    )  # fmt: skip

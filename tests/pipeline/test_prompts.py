@@ -263,3 +263,14 @@ def test_a_task_that_the_model_cannot_serve_is_told_at_start() -> None:
         "tasks.t needs a chat template and the model has none; set tasks.t.chat = false"
     )
     assert refusal(Task(template="a", system="b", chat=False)).startswith("tasks.t.system needs chat = true")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"),
+    [
+        ({"stop": ["x" * 1025]}, "sampling.stop is '1025 characters'; expected at most 1024"),
+        ({"stop_token_ids": list(range(257))}, "sampling.stop_token_ids is 257; expected at most 256 ids"),
+    ],
+)
+def test_stops_are_bounded_in_number_and_length(sampling: dict[str, Any], why: str) -> None:
+    assert fails(sampling=sampling) == (FailureCode.BAD_MESSAGE, why)
