@@ -135,7 +135,8 @@ def _index_behind(client: Elasticsearch, alias: str) -> str | None:
     try:
         targets: dict[str, Any] = client.indices.get_alias(name=alias).body
     except NotFoundError:
-        if client.indices.exists(index=alias):
+        # Asked for the alias last: another worker may have made it since.
+        if client.indices.exists(index=alias) and not client.indices.exists_alias(name=alias):
             raise SinkError(
                 f"{alias!r} is an index, and should be an alias on {index_name(alias)!r}: "
                 f"delete or reindex it, or give another name as elasticsearch.index"

@@ -56,6 +56,24 @@ def test_a_difference_names_its_field(change: dict[str, Any], sentence: str) -> 
 
 
 @pytest.mark.real_servers
+def test_an_alias_that_another_worker_makes_between_two_looks_is_no_index(
+    client: Elasticsearch, fresh_name: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alias, get_alias = fresh_name("results"), client.indices.get_alias
+
+    def overtaken(**arguments: Any) -> Any:
+        monkeypatch.undo()
+        try:
+            return get_alias(**arguments)
+        finally:
+            ensure_index(client, alias, SETTINGS)
+
+    monkeypatch.setattr(client.indices, "get_alias", overtaken)
+    ensure_index(client, alias, SETTINGS)
+    assert list(client.indices.get_alias(name=alias).body) == [f"{alias}-v1"]
+
+
+@pytest.mark.real_servers
 def test_alias_and_index_are_made_once_and_two_workers_may_do_it_at_once(
     client: Elasticsearch, fresh_name: Callable[[str], str]
 ) -> None:
