@@ -29,6 +29,8 @@ def first_delivery(raw: RawMessage) -> tuple[SourcePosition, int, int]:
     that somebody has copied back as it is: that is a new message, or its row's version would be the failed one's.
     """
     headers = our_headers(raw)
+    if not headers:
+        return raw.position, raw.timestamp_ms, 0
     attempt = told_attempt(headers)
     if attempt and CODE_HEADER not in headers and (first := told_first(headers)) is not None:
         (topic, partition, offset), timestamp_ms = first

@@ -38,7 +38,7 @@ def print_letters_table(
     """The first letters, then how many there are by cause and state."""
     console = console if console is not None else Console()
     table = Table()
-    for column in ("letter", "failed at", "state", "code", "job", "task", "document"):
+    for column in ("letter", "failed at", "state", "code", "job:task:document"):
         table.add_column(column, overflow="fold")
     table.add_column("why", overflow="fold", ratio=1)
     by_state: Counter[LetterState] = Counter()
@@ -77,8 +77,6 @@ def _cells(one: ListedLetter) -> tuple[str, ...]:
         failed_at,
         one.state.value,
         letter.code,
-        letter.job,
-        one.identity.task,
-        one.identity.document_id,
+        f"{letter.job}:{one.identity.task}:{one.identity.document_id}",
         why if len(why) <= MAX_CELL_CHARACTERS else why[: MAX_CELL_CHARACTERS - 1] + "…",
     )
