@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from pipeline.connection import check_reachable, connect
 from pipeline.sink import ElasticsearchSink
@@ -149,3 +150,15 @@ def test_a_ca_file_without_a_certificate_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
     with pytest.raises(SettingsError, match=r"ca_file .* holds no certificate"):
         connect(ElasticsearchSettings(urls=("https://search:9200",), ca_file=tmp_path / "ca.pem"))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_warned"),
+    [("http://search:9200", True), ("https://search:9200", False), ("http://127.0.0.1:9200", False)],
+)
+def test_credentials_that_would_go_in_clear_text_to_another_machine_are_warned_of(url: str, is_warned: bool) -> None:
+    with capture_logs() as lines:
+        connect(ElasticsearchSettings.model_validate({"urls": (url,), "api_key": "hunter2"})).close()
+        connect(ElasticsearchSettings(urls=(url,))).close()
+    assert [line["event"] for line in lines] == ["credentials go over the network in clear text"] * is_warned
+    assert "hunter2" not in str(lines)

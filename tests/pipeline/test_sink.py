@@ -13,8 +13,9 @@ from pipeline.sink import ElasticsearchSink
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.settings import ElasticsearchSettings
 from tests.fake_elasticsearch import FakeElasticsearch, api_error
+from tests.fakes import FakeClock
 from tests.pipeline.rows import position, row
-from tests.pipeline.sinks import DRAIN_SECONDS, open_sink, wait_until
+from tests.pipeline.sinks import DRAIN_SECONDS, Deliveries, open_sink, wait_until
 
 REJECTED = Failure(FailureCode.SINK_REJECTED, Stage.SINK, "for a test")
 
@@ -257,3 +258,32 @@ def test_a_body_that_was_too_large_makes_all_later_ones_smaller() -> None:
     assert server.bulk_sizes[:num_refused] == [8, 4, 4]
     assert server.bulk_sizes[num_refused:] == [3, 3, 3, 3, 3, 1]  # as large as the half that was taken, none refused
     assert deliveries.offsets(Verdict.STORED) == list(range(24))
+
+
+def test_calls_that_take_longer_and_longer_become_smaller_before_anything_is_refused() -> None:
+    server, clock = FakeElasticsearch(), FakeClock()
+    settings = ElasticsearchSettings(
+        urls=("http://127.0.0.1:9",), bulk_documents=8, bulk_bytes=2**30, num_writers=1, flush_seconds=3600.0
+    )
+    deliveries = Deliveries()
+    sink = ElasticsearchSink(
+        settings, on_acknowledged=deliveries.acknowledged, on_rejected=deliveries.reject, client=server.as_client(),
+        clock=clock,
+    )  # fmt: skip
+    sink.start()
+
+    def put_and_wait(number: int, seconds: float) -> int:
+        def take(action: dict[str, Any]) -> None:
+            clock.advance(seconds if action["version"] % 8 == 0 else 0.0)
+
+        server.on_bulk.append(take)
+        sink.put_many([(row(n), n, position(n), None) for n in range(8 * number, 8 * number + 8)])
+        assert sink.drain(DRAIN_SECONDS)
+        return sink.stats().bulk_documents
+
+    assert [put_and_wait(n, 1.0) for n in range(3)] == [8, 8, 8]
+    assert [put_and_wait(n, 4.0) for n in range(3, 5)] == [8, 4]
+    stats = sink.stats()
+    sink.close()
+    assert (stats.bulk_seconds, stats.num_retries) == (11.0, 0)
+    assert server.bulk_sizes == [8] * 5
