@@ -230,8 +230,8 @@ class Engine:
                 continue
             token_id, logprobs, finite = next(rows)
             answer = self._answers.get(run.request.request_id)
-            if answer is None or answer.request is not run.request:
-                continue  # it ended while this step was under way: its token means nothing
+            if answer is None or answer.request is not run.request or run.request.request_id in plan.void:
+                continue  # it ended, or began again, while this step was under way: its token means nothing
             if answer.first_sampled is None:
                 answer.first_sampled = now
             if not finite:

@@ -59,7 +59,10 @@ class Scheduler:
         self._admission: dict[int, int] = {}  # running request's id -> its place in the order of admission
         self._num_admissions = 0
         self._published: list[int] = []  # blocks published by the latest plan
+        self._latest = StepPlan()  # where a step runs ahead, one more than `update` has seen
         self._scrub: list[int] = []  # blocks for the next plan to zero
+        self._poisoned: set[int] = set()  # blocks that may hold NaN, as long as others hold them
+        self._private: set[int] = set()  # requests that have begun again, and neither find blocks nor let them be found
         self._returned: list[Request] = []  # of an abandoned plan, for the next one to call preempted
         self._num_empty_plans = 0
         self._num_allowed_tokens = BELIEF_TOKENS  # of ended requests
@@ -111,7 +114,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Its runs count as computed from now on: carry it out, then `update`, or else `abandon`."""
-        plan = StepPlan(preempted=self._returned, scrub=self._scrub)
+        plan = self._latest = StepPlan(preempted=self._returned, scrub=self._scrub)
         num_returned = len(plan.preempted)
         self._returned, self._scrub, self._published = [], [], []
         self._make_way_for_priority(plan)
@@ -121,15 +124,20 @@ class Scheduler:
             # One preempted just now may have a token on its way, and cannot start again before it is there.
             not_yet = {request.request_id for request in plan.preempted[num_returned:]}
             self._admit_waiting(plan, budget, not_yet)
+        plan.scrub += self._scrub  # of those preempted just now: their blocks may be somebody else's in this plan
+        self._scrub = []
         self._watch_progress(plan)
         return plan
 
     def update(self, plan: StepPlan, sampled: SampledTokens) -> list[Request]:
         """Append what the step sampled; returns requests that ended by it.
 
-        These have reached their longest length, or their row was not finite: then the token is not appended, and what
-        they computed is withdrawn from the cache. Their blocks are released. Whether a token stops its request is the
-        engine's to say: `finish`.
+        These have reached their longest length, or their row was not finite, twice: then the token is not appended, and
+        what they computed is withdrawn from the cache. Their blocks are released. Whether a token stops its request is
+        the engine's to say: `finish`.
+
+        Not finite once may be another's doing: a step's attention multiplies what a query must not see by zero, which
+        leaves NaN, so one token may spoil blocks before it that others share. Such a request begins again, by itself.
         """
         ended = []
         rows = iter(zip(sampled.token_ids, sampled.finite, strict=True))
@@ -138,11 +146,15 @@ class Scheduler:
                 continue
             token_id, finite = next(rows)
             request = run.request
-            if request.state is RequestState.FINISHED:
+            if request.state is RequestState.FINISHED or request.request_id in plan.void:
                 continue
             if not finite:
-                self._fail(request)
-                ended.append(request)
+                self._withdraw(request)
+                if request.request_id in self._private:
+                    self.finish(request)
+                    ended.append(request)
+                else:
+                    self._begin_again(request, plan)
                 continue
             if request.state is RequestState.WAITING:  # preempted while its token was on its way
                 self._stops_waiting(request)
@@ -182,6 +194,7 @@ class Scheduler:
             self._publish(request)
             self._leave_running(request)
         request.state = RequestState.FINISHED
+        self._private.discard(request.request_id)
         if self._prefix_cache is not None:
             self._prefix_cache.close(request)
 
@@ -280,7 +293,9 @@ class Scheduler:
         return None
 
     def _match(self, request: Request) -> list[int]:
-        return self._prefix_cache.match(request) if self._prefix_cache is not None else []
+        if self._prefix_cache is None or request.request_id in self._private:
+            return []
+        return self._prefix_cache.match(request)
 
     def _fits(self, request: Request, cached: list[int], growth: int) -> bool:
         """Room for all its known tokens; where others run, for its expected output and for their growth as well."""
@@ -332,7 +347,7 @@ class Scheduler:
             self._publish(request)
 
     def _publish(self, request: Request) -> None:
-        if self._prefix_cache is not None:
+        if self._prefix_cache is not None and request.request_id not in self._private:
             self._published += self._prefix_cache.publish(request)
 
     def _grow(self, request: Request, plan: StepPlan) -> bool:
@@ -365,23 +380,30 @@ class Scheduler:
         if self._prefix_cache is not None:
             self._prefix_cache.waits(request)
 
-    def _leave_running(self, request: Request) -> list[int]:
-        """The one place where blocks are given back; returns those whose content nobody can find."""
+    def _leave_running(self, request: Request) -> None:
+        """The one place where blocks are given back; those that may hold NaN are zeroed before somebody else's use."""
         self._running.remove(request)
         del self._admission[request.request_id]
-        return self.pool.release(request.block_ids)
+        freed = self.pool.release(request.block_ids)
+        if self._poisoned:
+            self._scrub += [block_id for block_id in freed if block_id in self._poisoned]
+            self._poisoned.difference_update(freed)
 
-    def _fail(self, request: Request) -> None:
-        """Its keys and values may not be finite: nobody is to find them, and what nobody else holds is zeroed."""
+    def _withdraw(self, request: Request) -> None:
+        """Its keys and values may not be finite: nobody is to find them."""
         for block_id in request.block_ids:
             self.pool.withdraw(block_id)
-        if request.state is RequestState.WAITING:
-            self._stops_waiting(request)
-        else:
-            self._scrub += self._leave_running(request)
-        request.state = RequestState.FINISHED
-        if self._prefix_cache is not None:
-            self._prefix_cache.close(request)
+        self._poisoned.update(request.block_ids)
+
+    def _begin_again(self, request: Request, plan: StepPlan) -> None:
+        """Once more from its first token, in blocks of its own. What a step under way samples for it is of no use."""
+        self._private.add(request.request_id)
+        plan.void.add(request.request_id)
+        self._latest.void.add(request.request_id)
+        if request.state is RequestState.RUNNING:
+            self.num_recomputed_tokens += request.num_computed_tokens
+            self._to_waiting(request)
+            self._returned.append(request)
 
     def _starts_waiting(self, request: Request) -> None:
         self.num_waiting += 1

@@ -29,6 +29,7 @@ class StepPlan:
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)  # blocks are gone; the runner forgets their rows
     scrub: list[int] = field(default_factory=list)  # blocks to zero first: their NaN would reach whoever is next there
+    void: set[int] = field(default_factory=set)  # request ids whose rows mean nothing any more: they begin again
 
     @property
     def num_tokens(self) -> int:

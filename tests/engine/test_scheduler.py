@@ -330,20 +330,43 @@ def test_what_would_not_fit_into_the_whole_pool_is_refused_and_what_just_fits_ru
     assert len(request.token_ids) == 13
 
 
-def test_a_row_that_is_not_finite_ends_its_request_and_its_blocks_are_withdrawn_and_scrubbed() -> None:
+def test_a_row_that_is_not_finite_begins_again_by_itself_and_ends_its_request_the_second_time() -> None:
     scheduler = make_scheduler()
     bad = add(scheduler, 1, range(10))
     good = add(scheduler, 2, range(50, 55))
     plan = scheduler.schedule()
-    assert scheduler.update(plan, SampledTokens([0, 500], [None, None], [False, True])) == [bad]
+    assert scheduler.update(plan, SampledTokens([0, 500], [None, None], [False, True])) == []
+    assert plan.void == {1}
     scheduler.pool.check()
-    assert len(bad.token_ids) == 10
     assert good.token_ids[-1] == 500
-    again = add(scheduler, 3, range(10))
+    other = add(scheduler, 3, range(10))
     plan = scheduler.schedule()
     assert plan.scrub == [2, 1, 0]
-    assert again.num_cached_tokens == 0
+    assert plan.preempted == [bad]
+    assert runs(plan) == [(2, 5, 1, True), (1, 0, 10, True), (3, 0, 10, True)], "it neither finds blocks nor is found"
+    assert scheduler.update(plan, SampledTokens([501, 0, 502], [None] * 3, [True, False, True])) == [bad]
+    assert (len(bad.token_ids), other.token_ids[-1]) == (10, 502)
+    scheduler.pool.check()
+    again = add(scheduler, 4, range(10))
+    assert scheduler.schedule().scrub == [2, 1, 0]
+    assert again.num_cached_tokens == 8, "what was found is of request 3"
     assert scheduler.schedule().scrub == []
+
+
+def test_the_row_that_was_under_way_when_its_request_began_again_means_nothing() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, 1, range(10))
+    first = scheduler.schedule()
+    ahead = scheduler.schedule()
+    assert runs(ahead) == [(1, 10, 1, True)]
+    assert scheduler.update(first, SampledTokens([0], [None], [False])) == []
+    anew = scheduler.schedule()
+    assert runs(anew) == [(1, 0, 10, True)]
+    assert scheduler.update(ahead, SampledTokens([7], [None], [True])) == []
+    assert request.num_sampled_tokens == 0
+    assert scheduler.update(anew, SampledTokens([500], [None], [True])) == []
+    assert request.token_ids[10:] == [500]
+    scheduler.pool.check()
 
 
 def test_a_block_that_others_hold_is_not_scrubbed_under_them() -> None:
