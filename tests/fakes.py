@@ -129,8 +129,7 @@ class FakeRunner:
             found = self.slots[slots[position]]
             assert found in (expected, self.NAN), f"request {request.request_id}: position {position} holds {found}"
         # Kernels may read whole pages, so that NaN past the end reaches us too.
-        ours = self.NAN if any(self.slots[slot] == self.NAN for slot in slots) else expected
-        return ours
+        return self.NAN if any(self.slots[slot] == self.NAN for slot in slots) else expected
 
 
 START = 1
