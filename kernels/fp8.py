@@ -4,11 +4,27 @@ A row's scale is its largest magnitude / 448, so x = fp8 * scale; a row of zeros
 `torch._scaled_mm` takes the rows' scales and the weight's scales by output channel.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 FP8_MAX = 448.0  # the largest finite e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class ProductScales:
+    """What a product that `fp8_product` left unscaled (num_rows, num_cols) is yet to be multiplied with."""
+
+    rows: torch.Tensor  # (num_rows, 1) float32
+    cols: torch.Tensor  # (1, num_cols) float32
+    bias: torch.Tensor | None = None  # (num_cols,), added behind them
+
+    def apply(self, product: torch.Tensor) -> torch.Tensor:
+        """The truth, in float32."""
+        scaled = product.float() * self.rows * self.cols
+        return scaled if self.bias is None else scaled + self.bias.float()
 
 
 def quantise_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,14 +40,14 @@ def add_rms_norm_fp8_reference(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: ProductScales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(e4m3 of the normed sum, its scales (num_rows, 1), the sum); without a residual the sum is x.
 
-    `scales`: x is a product yet to be scaled, by rows (num_rows, 1) and by columns (1, num_cols).
+    `scales`: x is a product yet to be scaled.
     """
     if scales is not None:
-        x = x.float() * scales[0] * scales[1]
+        x = scales.apply(x)
     total = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
     f = total.float()
     normed = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -137,16 +153,16 @@ def add_rms_norm_fp8(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: ProductScales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One program a row; as `add_rms_norm_fp8_reference`."""
     num_rows, num_cols = x.shape
     assert x.stride(1) == 1, f"last dimension has stride {x.stride(1)}"
     assert residual is None or residual.is_contiguous(), "the residual must be contiguous"
-    assert scales is None or residual is not None, "a product that is yet to be scaled is added to something"
+    assert scales is None or (residual is not None and scales.bias is None), "unscaled products are added, without bias"
     out, scale = _outputs(num_rows, num_cols, x.device)
     total = x if residual is None else torch.empty_like(residual)
-    row_scale, col_scale = scales if scales is not None else (None, None)
+    row_scale, col_scale = (scales.rows, scales.cols) if scales is not None else (None, None)
     if num_rows:
         _add_rms_norm_fp8_kernel[(num_rows,)](
             x, residual, weight, out, scale, total, row_scale, col_scale, x.stride(0), num_cols, eps,

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.fp8 import ProductScales
+
 
 def rope_kv_reference(
     qkv: torch.Tensor,
@@ -22,14 +24,18 @@ def rope_kv_reference(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    scales: ProductScales | None = None,
 ) -> torch.Tensor:
     """Plain torch. qkv (num_tokens, (num_heads + 2 * num_kv_heads) * head_size); cos, sin (num_positions,
     head_size / 2) float32; caches (num_blocks, block_size, num_kv_heads, head_size), written in place;
-    slot -1 is padding.
+    slot -1 is padding. `scales`: of a qkv product that is yet to be scaled.
 
     Returns the queries, (num_tokens, num_heads, head_size), in qkv's dtype.
     """
     num_kv_heads, head_size = key_cache.shape[-2:]
+    dtype = qkv.dtype
+    if scales is not None:
+        qkv = scales.apply(qkv)
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_size)
     query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
 
@@ -39,7 +45,7 @@ def rope_kv_reference(
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.float()
         c, s = cos[positions][:, None], sin[positions][:, None]
         first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(qkv.dtype)
+        return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(dtype)
 
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
@@ -49,12 +55,24 @@ def rope_kv_reference(
 
 
 @triton.jit
+def _load(qkv_ptr, row_scale, col_scale_ptr, bias_ptr, offsets, mask, SCALE: tl.constexpr, BIAS: tl.constexpr):
+    x = tl.load(qkv_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if SCALE:
+        x = x * row_scale * tl.load(col_scale_ptr + offsets, mask=mask, other=0.0)
+    if BIAS:
+        x += tl.load(bias_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _rotate_heads(
-    in_ptr, out_ptr, norm_ptr, cos, sin, eps, heads, halves, mask, HALF: tl.constexpr, NORM: tl.constexpr
-):
+    in_ptr, row_scale, col_scale_ptr, bias_ptr, first_col, out_ptr, norm_ptr, cos, sin, eps, heads, halves, mask,
+    HALF: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     offsets = heads[:, None] * (2 * HALF) + halves[None, :]
-    first = tl.load(in_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_ptr + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+    columns = first_col + offsets
+    first = _load(in_ptr, row_scale, col_scale_ptr, bias_ptr, columns, mask, SCALE, BIAS)
+    second = _load(in_ptr, row_scale, col_scale_ptr, bias_ptr, columns + HALF, mask, SCALE, BIAS)
     if NORM:
         columns = halves < HALF
         squares = tl.sum(first * first + second * second, axis=1)
@@ -69,9 +87,10 @@ def _rotate_heads(
 @triton.jit
 def _rope_kv_kernel(
     qkv_ptr, query_ptr, key_cache_ptr, value_cache_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr,
-    query_norm_ptr, key_norm_ptr, qkv_stride, eps,
+    query_norm_ptr, key_norm_ptr, row_scale_ptr, col_scale_ptr, bias_ptr, qkv_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    SCALE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)  # int64: token * qkv_stride passes 2^31 on long batches
     halves = tl.arange(0, HALF_BLOCK)
@@ -80,23 +99,32 @@ def _rope_kv_kernel(
     cos = tl.load(cos_ptr + position * HALF + halves, mask=columns, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + halves, mask=columns, other=0.0)
     qkv_ptr += token * qkv_stride
+    row_scale = 1.0
+    if SCALE:
+        row_scale = tl.load(row_scale_ptr + token)
 
     heads = tl.arange(0, HEADS_BLOCK)
     mask = (heads < NUM_HEADS)[:, None] & columns[None, :]
     query_ptr += token * (NUM_HEADS * 2 * HALF)
-    _rotate_heads(qkv_ptr, query_ptr, query_norm_ptr, cos, sin, eps, heads, halves, mask, HALF, NORM)
+    _rotate_heads(
+        qkv_ptr, row_scale, col_scale_ptr, bias_ptr, 0, query_ptr, query_norm_ptr, cos, sin, eps, heads, halves, mask,
+        HALF, NORM, SCALE, BIAS,
+    )  # fmt: skip
 
     slot = tl.load(slots_ptr + token).to(tl.int64)  # int64: slot * heads * size passes 2^31 in large pools
     heads = tl.arange(0, KV_BLOCK)
     mask = (heads < NUM_KV_HEADS)[:, None] & columns[None, :] & (slot >= 0)
     cache_offset = slot * (NUM_KV_HEADS * 2 * HALF)
-    key_ptr = qkv_ptr + NUM_HEADS * 2 * HALF
-    _rotate_heads(key_ptr, key_cache_ptr + cache_offset, key_norm_ptr, cos, sin, eps, heads, halves, mask, HALF, NORM)
-    value_ptr = key_ptr + NUM_KV_HEADS * 2 * HALF
+    key_col = NUM_HEADS * 2 * HALF
+    _rotate_heads(
+        qkv_ptr, row_scale, col_scale_ptr, bias_ptr, key_col, key_cache_ptr + cache_offset, key_norm_ptr, cos, sin, eps,
+        heads, halves, mask, HALF, NORM, SCALE, BIAS,
+    )  # fmt: skip
     offsets = heads[:, None] * (2 * HALF) + halves[None, :]
+    columns = key_col + NUM_KV_HEADS * 2 * HALF + offsets
     out_type = value_cache_ptr.dtype.element_ty
-    first = tl.load(value_ptr + offsets, mask=mask, other=0.0)
-    second = tl.load(value_ptr + offsets + HALF, mask=mask, other=0.0)
+    first = _load(qkv_ptr, row_scale, col_scale_ptr, bias_ptr, columns, mask, SCALE, BIAS)
+    second = _load(qkv_ptr, row_scale, col_scale_ptr, bias_ptr, columns + HALF, mask, SCALE, BIAS)
     tl.store(value_cache_ptr + cache_offset + offsets, first.to(out_type), mask=mask)
     tl.store(value_cache_ptr + cache_offset + offsets + HALF, second.to(out_type), mask=mask)
 
@@ -113,6 +141,7 @@ def rope_kv(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    scales: ProductScales | None = None,
 ) -> torch.Tensor:
     """One program a token; arguments as in `rope_kv_reference`. Rotates the whole head; no partial rotation."""
     num_tokens = qkv.shape[0]
@@ -125,12 +154,14 @@ def rope_kv(
     assert value_cache.is_contiguous(), "value_cache must be one layer's contiguous pages"
     assert (query_norm is None) == (key_norm is None), "norm both queries and keys, or neither"
     query = torch.empty((num_tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
+    row_scale, col_scale, bias = (scales.rows, scales.cols, scales.bias) if scales is not None else (None, None, None)
     if num_tokens:
         _rope_kv_kernel[(num_tokens,)](
             qkv, query, key_cache, value_cache, cos, sin, positions, slot_mapping, query_norm, key_norm,
-            qkv.stride(0), eps,
+            row_scale, col_scale, bias, qkv.stride(0), eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half,
             HEADS_BLOCK=triton.next_power_of_2(num_heads), KV_BLOCK=triton.next_power_of_2(num_kv_heads),
-            HALF_BLOCK=triton.next_power_of_2(half), NORM=query_norm is not None, num_warps=4,
+            HALF_BLOCK=triton.next_power_of_2(half), NORM=query_norm is not None,
+            SCALE=scales is not None, BIAS=bias is not None, num_warps=4,
         )  # fmt: skip
     return query

@@ -19,6 +19,7 @@ from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan
 from kernels.flash_attention import FlashAttention
+from kernels.fp8 import ProductScales
 from kernels.kv_cache import write_kv
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
@@ -115,14 +116,14 @@ class Decoder:
         residual = self._embedding(batch.token_ids)
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
-            attended = self._attend(layer, layer_id, layer.qkv(hidden), batch, cache, plan)
+            attended = self._attend(layer, layer_id, hidden, batch, cache, plan)
             gated, residual = self._feed_forward(layer, attended, residual)
             following = self._layers[layer_id + 1].attention_norm
             hidden, residual = self._precision.add_norm(
                 layer.down, gated, residual, following, self.config.rms_norm_eps
             )
         last = len(self._layers) - 1
-        return self._attend(self._layers[last], last, self._layers[last].qkv(hidden), batch, cache, plan), residual
+        return self._attend(self._layers[last], last, hidden, batch, cache, plan), residual
 
     def finish(
         self, attended: torch.Tensor, residual: torch.Tensor, logits_indices: torch.Tensor | None
@@ -151,9 +152,11 @@ class Decoder:
         return self._head.greedy(logits)
 
     def _attend(
-        self, layer: _Layer, layer_id: int, qkv: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: AttentionPlan
+        self, layer: _Layer, layer_id: int, hidden: Any, batch: ForwardBatch, cache: KVCache, plan: AttentionPlan
     ) -> torch.Tensor:
-        query = self._rotate_and_write(layer, qkv, batch, *cache.layer(layer_id))
+        """From a layer's normed input to what its queries attended, (num_tokens, query_size)."""
+        qkv, scales = self._precision.project(layer.qkv, hidden)
+        query = self._rotate_and_write(layer, qkv, scales, batch, *cache.layer(layer_id))
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
@@ -167,15 +170,22 @@ class Decoder:
         return layer.gate_up(hidden), residual
 
     def _rotate_and_write(
-        self, layer: _Layer, qkv: torch.Tensor, batch: ForwardBatch, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: _Layer,
+        qkv: torch.Tensor,
+        scales: ProductScales | None,
+        batch: ForwardBatch,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
         """qkv (num_tokens, query_size + 2 * kv_size) -> queries; keys and values go to the layer's pages."""
         config = self.config
         if qkv.is_cuda:
             return rope_kv(
                 qkv, batch.positions, self._cos, self._sin, keys, values, batch.slot_mapping, config.num_heads,
-                layer.query_norm, layer.key_norm, config.rms_norm_eps,
+                layer.query_norm, layer.key_norm, config.rms_norm_eps, scales,
             )  # fmt: skip
+        assert scales is None, "only CUDA devices leave products unscaled"
         num_kv_heads = config.num_kv_heads
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * num_kv_heads, config.head_size)
         query, key, value = torch.split(heads, [config.num_heads, num_kv_heads, num_kv_heads], dim=1)

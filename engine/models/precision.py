@@ -11,7 +11,15 @@ import torch
 
 from engine.group import Group
 from engine.models.linear import GatedLinear, Linear
-from kernels.fp8 import add_rms_norm_fp8, fp8_linear, fp8_product, quantise_rows, quantise_weight, silu_and_multiply_fp8
+from kernels.fp8 import (
+    ProductScales,
+    add_rms_norm_fp8,
+    fp8_linear,
+    fp8_product,
+    quantise_rows,
+    quantise_weight,
+    silu_and_multiply_fp8,
+)
 from kernels.norm import add_rms_norm, rms_norm
 
 A = TypeVar("A")
@@ -56,6 +64,10 @@ class Precision(Protocol[A]):
         """(num_tokens, n), as attention left it."""
         ...
 
+    def project(self, product: Any, x: A) -> tuple[torch.Tensor, ProductScales | None]:
+        """One of our products of x, and what it is yet to be scaled with, where its reader does that."""
+        ...
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> A: ...
 
     def add_norm(
@@ -76,6 +88,9 @@ class PlainPrecision:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def project(self, product: Linear, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return product(x), None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)
@@ -116,12 +131,15 @@ class Fp8Product:
         self._out_dtype = weight.dtype
         self._one = torch.ones((), device=weight.device)
 
-    def unscaled(self, x: Fp8Rows) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The product, and the scales by rows and by columns that it lacks, if any."""
-        can_wait = self._bias is None and self._out_dtype == torch.bfloat16
-        if can_wait and 0 < x.values.shape[0] <= _MAX_ROWS_UNSCALED:
-            return fp8_product(x.values, self._weight, self._one), (x.scale, self._scale)
+    def project(self, x: Fp8Rows) -> tuple[torch.Tensor, ProductScales | None]:
+        """The product, and what it is yet to be scaled with, if anything."""
+        if self._out_dtype == torch.bfloat16 and 0 < x.values.shape[0] <= _MAX_ROWS_UNSCALED:
+            return fp8_product(x.values, self._weight, self._one), ProductScales(x.scale, self._scale, self._bias)
         return self(x), None
+
+    @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
 
     def __call__(self, x: Fp8Rows) -> torch.Tensor:
         return fp8_linear(x.values, x.scale, self._weight, self._scale, self._bias, self._out_dtype)
@@ -140,6 +158,9 @@ class Fp8Precision:
     def enter(self, x: torch.Tensor) -> Fp8Rows:
         return Fp8Rows(*quantise_rows(x))
 
+    def project(self, product: Fp8Product, x: Fp8Rows) -> tuple[torch.Tensor, ProductScales | None]:
+        return product.project(x)
+
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Fp8Rows:
         values, scale, _ = add_rms_norm_fp8(x, None, weight, eps)
         return Fp8Rows(values, scale)
@@ -148,6 +169,9 @@ class Fp8Precision:
         self, product: Fp8Product | PartialProduct, x: Fp8Rows, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[Fp8Rows, torch.Tensor]:
         # Ranks' rows have scales of their own, so a sum over ranks is of scaled products.
-        summand, scales = (product(x), None) if isinstance(product, PartialProduct) else product.unscaled(x)
+        if isinstance(product, PartialProduct) or product.has_bias:
+            summand, scales = product(x), None
+        else:
+            summand, scales = product.project(x)
         values, scale, total = add_rms_norm_fp8(summand, residual, weight, eps, scales)
         return Fp8Rows(values, scale), total

@@ -152,7 +152,7 @@ def build_engine(decoder: Decoder, build: Build) -> tuple[Engine, CudaRunner]:
 
 
 Requests = Sequence[tuple[list[int], int]]
-FED_PER_STEP = 64  # and twice as many before the first: what comes is hashed and taken in while the device computes
+FED_FIRST, FED_PER_STEP = 16, 64  # what comes is hashed and taken in while the device computes
 
 
 def backlog_of(requests: Requests, block_size: int) -> Iterator[InferenceRequest]:
@@ -169,7 +169,7 @@ def run(engine: Engine, requests: Requests, block_size: int) -> dict[int, Infere
     """All requests to their full length."""
     backlog = backlog_of(requests, block_size)
     outputs = {}
-    for inference in islice(backlog, FED_PER_STEP):
+    for inference in islice(backlog, FED_FIRST):
         engine.add_request(inference)
     while engine.has_unfinished():
         for inference in islice(backlog, FED_PER_STEP):
@@ -458,7 +458,8 @@ def nano() -> list[tuple[list[int], int]]:
 
 def time_nano(build: Build) -> None:
     decoder = build_decoder(QWEN3_600M, torch.bfloat16, build.precision, 4096, 0, False)
-    engine, _ = build_engine(decoder, replace(build, max_running=512, max_tokens_per_step=16_384, max_model_len=4096))
+    few = replace(build, max_running=256, max_model_len=4096, kv_cache_tokens=400_000)
+    engine, _ = build_engine(decoder, few)
     requests = nano()
     run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
     torch.cuda.synchronize()
@@ -539,6 +540,9 @@ def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: boo
         )
 
 
+PROFILED_AFTER = {"seed_mix": 150, "classify_long": 5}  # steps; elsewhere 40
+
+
 def profile(names: Sequence[str], build: Build) -> None:
     """Time by kernel over a part of a workload, and how long the GPU was idle."""
     from torch.profiler import ProfilerActivity
@@ -552,7 +556,7 @@ def profile(names: Sequence[str], build: Build) -> None:
         run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
         for inference in backlog_of(requests, build.block_size):
             engine.add_request(inference)
-        for _ in range(40):
+        for _ in range(PROFILED_AFTER.get(name, 40)):
             engine.step()
         torch.cuda.synchronize()
         with torch_profile(activities=[ProfilerActivity.CUDA]) as result:

@@ -14,6 +14,7 @@ import torch
 
 from kernels.activation import silu_and_multiply
 from kernels.fp8 import (
+    ProductScales,
     add_rms_norm_fp8,
     fp8_linear,
     fp8_product,
@@ -86,7 +87,7 @@ def ways_of(
 
     def scaled_behind(i: int) -> torch.Tensor:
         product = fp8_product(values, packed[i][0], one)
-        return add_rms_norm_fp8(product, residual, norm, 1e-6, (scale, packed[i][1]))[0]
+        return add_rms_norm_fp8(product, residual, norm, 1e-6, ProductScales(scale, packed[i][1]))[0]
 
     return {
         "bf16, residual and norm behind it": lambda i: add_rms_norm(x @ weights[i].t(), residual, norm, 1e-6)[0],

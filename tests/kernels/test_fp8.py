@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.fp8 import (
+    ProductScales,
     add_rms_norm_fp8,
     add_rms_norm_fp8_reference,
     quantise_rows,
@@ -69,7 +70,7 @@ def test_add_and_norm_scales_a_product_by_rows_and_columns_first() -> None:
     product = (torch.randn(5, 144, device=DEVICE) * 1e6).bfloat16()
     residual = torch.randn(5, 144, device=DEVICE)
     weight = torch.randn(144, device=DEVICE).bfloat16()
-    scales = torch.rand(5, 1, device=DEVICE) * 1e-3, torch.rand(1, 144, device=DEVICE) * 1e-3
+    scales = ProductScales(torch.rand(5, 1, device=DEVICE) * 1e-3, torch.rand(1, 144, device=DEVICE) * 1e-3)
     out, scale, total = add_rms_norm_fp8(product, residual, weight, 1e-6, scales)
     expected, expected_scale, expected_total = add_rms_norm_fp8_reference(product, residual, weight, 1e-6, scales)
     torch.testing.assert_close(total, expected_total, rtol=1e-6, atol=1e-6)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.fp8 import ProductScales
 from kernels.rope_kv import rope_kv, rope_kv_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -11,8 +12,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(14, 2, 64), (3, 1, 80), (4, 4, 96), (8, 1, 128)])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("scaled", ["", "scaled", "with bias"])
 def test_queries_keys_and_values_are_as_the_truth_has_them(
-    num_heads: int, num_kv_heads: int, head_size: int, normed: bool, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_size: int, normed: bool, scaled: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     num_tokens, width = 7, (num_heads + 2 * num_kv_heads) * head_size
@@ -22,10 +24,24 @@ def test_queries_keys_and_values_are_as_the_truth_has_them(
     angles = torch.randn(64, head_size // 2, device=DEVICE)
     slots = torch.tensor([3, -1, 31, 0, 8, 9, 10], device=DEVICE)
     query_norm, key_norm = (torch.rand(head_size, device=DEVICE) + 0.5 if normed else None for _ in range(2))
+    scales = None
+    if scaled:
+        bias = torch.randn(width, device=DEVICE).to(dtype) if scaled == "with bias" else None
+        scales = ProductScales(torch.rand(num_tokens, 1, device=DEVICE), torch.rand(1, width, device=DEVICE), bias)
     pages = torch.full((2, 4, 8, num_kv_heads, head_size), 7.0, device=DEVICE, dtype=dtype)
     expected_pages = pages.clone()
     query = rope_kv(
-        qkv, positions, angles.cos(), angles.sin(), pages[0], pages[1], slots, num_heads, query_norm, key_norm
+        qkv,
+        positions,
+        angles.cos(),
+        angles.sin(),
+        pages[0],
+        pages[1],
+        slots,
+        num_heads,
+        query_norm,
+        key_norm,
+        scales=scales,
     )
     expected = rope_kv_reference(
         qkv,
@@ -38,6 +54,7 @@ def test_queries_keys_and_values_are_as_the_truth_has_them(
         num_heads,
         query_norm,
         key_norm,
+        scales=scales,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(query, expected, rtol=tolerance, atol=tolerance)
