@@ -4,6 +4,7 @@ The servers run on over the rounds; topic, index, group and workers are each rou
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from tests.chaos.engine import Record
 from tests.chaos.faults import Crew, Faults, Servers
 from tests.chaos.proxy import FaultProxy
 from tests.chaos.rounds import (
+    KEPT,
     KILLER_TOKEN,
     MAX_BODY_BYTES,
     MAX_DOCUMENT_BYTES,
@@ -281,7 +283,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     first = SystemRandom().randrange(10**6) if options.seed is None else options.seed
     rounds = options.rounds or (1 if options.seed is not None else None)
-    seeds = iter(range(first, first + (rounds or 10**9)))
+    seeds = itertools.chain(KEPT if options.seed is None else (), range(first, first + (rounds or 10**9)))
     until = float("inf") if rounds else time.monotonic() + options.seconds
     directory = Path(tempfile.mkdtemp(prefix="pagemill-chaos-"))
     print(f"first seed {first}; logs in {directory}", flush=True)
