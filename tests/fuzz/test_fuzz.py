@@ -236,7 +236,7 @@ def test_every_settings_file_is_settings_or_a_sentence(taken: Counter[str], cont
             taken["settings"] += 1
 
 
-@fuzzed(0.05, 1)
+@fuzzed(0.05, 0)
 @given(
     st.lists(
         st.sampled_from(
@@ -252,7 +252,7 @@ def test_every_settings_file_is_settings_or_a_sentence(taken: Counter[str], cont
 def test_every_template_is_refused_at_start_or_renders_or_fails_its_document(
     taken: Counter[str], template: str, fields: dict[str, Any]
 ) -> None:
-    taken["templates"] += 2
+    taken["templates"] += 1
     task = Task(template=template, chat=False)
     try:
         check_templates({"task": task})
