@@ -1,150 +1,237 @@
-"""Cuts a step's attention on a CPU into a few dense calls: which queries over which keys. Index arithmetic only.
+"""Cuts a step's attention on a CPU into batches of products: which queries over which keys. Index arithmetic only.
 
-    [shared prefix | private context | new tokens]      keys of one row
-     dense, once    dense              causal tiles     a prefill row; a short context joins the tiles
-     per group      `------- padded --------'           decode rows, batched by similar length
+A row with several new tokens has a batch of its own: its keys are gathered once, and tiles of its queries see them up
+to their own last token. Decode rows are batched by similar length; those whose block tables begin alike are an entry,
+whose shared keys are gathered and multiplied once:
 
-A group is rows whose block tables begin alike. A large one has a call of its own; small ones, of decode rows only, are
-batched like rows are, so that pairs of questions on one document pay too.
+    entry       [ shared keys  ][ own keys of row 0 ..]         scores of a row: [shared | own]
+    of a group                  [ own keys of row 1      ]      what is padding, in either, is masked
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from kernels.attention_plan import AttentionPlan
 
-# A group's extra call must save this many (members - 1) x shared tokens, or it costs more than the keys it saves.
+# A group's own batch must save this many (members - 1) x shared tokens, or it costs more than the keys it saves.
 MIN_TOKENS_SAVED = 1024
-# Small groups of decode rows share their calls: each must save this many, and all of them together as above.
+# Small groups share their batches: each must save this many, and all of them together as above.
 MIN_TOKENS_SAVED_IN_BATCH = 128
-# Slots a padded batch gathers at most: its keys are still in a core's cache when they are multiplied (measured).
-MAX_PADDED_SLOTS = 4096
-# Queries per causal tile, for rows of up to 256 new tokens and above: small tiles waste fewer keys behind the diagonal.
-SMALL_TILE, LARGE_TILE = 64, 128
+# Scores of a batch at most, over all heads: 2 MB in bf16, what two cores keep near them from product to product.
+MAX_SCORES = 1 << 20
+# Queries of a prefill row that are multiplied at a time: more would compute more behind the diagonal.
+MIN_TILE, MAX_TILE = 16, 128
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """Queries over one list of keys; a causal tile has a mask."""
+class Tile:
+    """A run of one row's queries over a run of its keys."""
 
-    tokens: slice | torch.Tensor  # which rows of the query: a run, or (n,) int64
-    key_slots: torch.Tensor  # (num_keys,) int64
-    mask: torch.Tensor | None = None  # (n * group, num_keys) float32, 0 or -inf; None: every query sees every key
+    tokens: slice  # rows of the query
+    keys: slice
+    mask: torch.Tensor  # (num_queries, n) of the last n keys, 0 or -inf, in the query's dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
-    """The same number of queries per entry (a decode row, or a small group of them), each over the entry's own keys."""
+class PrefillRow:
+    """`key_index`: slot x num_kv_heads + head of each of the row's keys, head after head."""
 
-    tokens: slice | torch.Tensor  # num_entries x members
+    key_index: torch.Tensor  # (num_kv_heads x num_keys,) int64
+    tiles: list[Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Entries of `members` rows each, entry after entry; padding repeats the last key of what it pads.
+
+    `key_index` as a prefill row's: (num_kv_heads, entries, num_shared), then (num_kv_heads, rows, num_own).
+    """
+
+    tokens: slice | torch.Tensor  # a run, or (num_rows,) int64
+    num_rows: int
     members: int
-    key_slots: torch.Tensor  # (num_entries, num_keys) int64; padding repeats the entry's first
-    mask: torch.Tensor | None  # (num_entries, 1, 1, num_keys) float32, 0 or -inf; None: nothing is padded
+    num_shared: int
+    num_own: int
+    key_index: torch.Tensor  # (num_kv_heads x (entries x num_shared + num_rows x num_own),) int64
+    mask: torch.Tensor | None  # (num_rows, 1, n) of the last n keys, 0 or -inf, in the query's dtype; None: no padding
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """Each query is in exactly one causal or padded segment, and in any number of dense ones, which have no mask."""
+class Batches:
+    """Each query of the step is in exactly one of them."""
 
-    causal: list[Folded]
-    padded: list[Padded]
-    dense: list[Folded | Padded]
+    prefills: list[PrefillRow]
+    decodes: list[DecodeBatch]
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
+    table_id: int  # which block table is its own
     start: int  # of its queries among the step's tokens
     num_queries: int
     length: int  # of its sequence
-    slots: torch.Tensor  # (length,) int64: where its keys lie
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Decode rows, in the step's order, whose first `num_shared` keys are the same; what a window hides lies before."""
+
+    rows: list[_Row]
+    num_shared: int
+    first_own: int
+
+    @property
+    def num_own(self) -> int:
+        return max(row.length for row in self.rows) - self.first_own
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of a layer: what its batches depend on besides the step's rows."""
+
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    dtype: torch.dtype
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan(AttentionPlan):
-    """Segments are worked out for the first layer of each kind and kept for the step's others."""
+    """Batches are worked out for the first layer of each kind and kept for the step's others."""
 
-    segments: dict[tuple[int, int, int | None], Segments] = field(default_factory=dict)
+    batches: dict[_Kind, Batches] = field(default_factory=dict)
 
-    def segments_for(self, block_size: int, group: int, sliding_window: int | None) -> Segments:
-        """group: query heads per key head."""
+    def batches_for(
+        self, block_size: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype, sliding_window: int | None
+    ) -> Batches:
         if sliding_window is not None and sliding_window >= self.max_sequence_length:
             sliding_window = None  # it hides nothing in this step
-        found = self.segments.get((block_size, group, sliding_window))
-        if found is None:
-            found = _plan_segments(self, block_size, group, sliding_window)
-            self.segments[block_size, group, sliding_window] = found
-        return found
+        kind = _Kind(block_size, num_heads, num_kv_heads, dtype, sliding_window)
+        if kind not in self.batches:
+            rows = _rows_of(self)
+            decodes = _entries([row for row in rows if row.num_queries == 1], self.block_tables, kind)
+            self.batches[kind] = Batches(
+                [_prefill(row, self.block_tables, kind) for row in rows if row.num_queries > 1],
+                [_decode_batch(entries, self.block_tables, kind) for entries in _batched(decodes, num_heads)],
+            )
+        return self.batches[kind]
 
 
-# Queries and the slots of the keys that all of them see.
-_Entry = tuple[list[int], torch.Tensor]
-
-
-def _plan_segments(plan: AttentionPlan, block_size: int, group: int, sliding_window: int | None) -> Segments:
+def _rows_of(plan: AttentionPlan) -> list[_Row]:
     starts = plan.query_starts.tolist()
-    lengths = plan.sequence_lengths.tolist()
-    offsets = torch.arange(block_size)
-    rows: list[_Row] = []
-    sharable: list[tuple[int, ...]] = []  # whole blocks before the row's first query: all its queries see them
-    for row_id, length in enumerate(lengths):
-        num_queries = starts[row_id + 1] - starts[row_id]
-        if num_queries == 0:
-            continue
-        assert length >= num_queries, f"row {row_id}: {num_queries} queries in a sequence of {length}"
-        block_ids = plan.block_tables[row_id, : -(-length // block_size)].long()
-        slots = (block_ids[:, None] * block_size + offsets).flatten()[:length]
-        rows.append(_Row(starts[row_id], num_queries, length, slots))
-        sharable.append(tuple(block_ids[: (length - num_queries) // block_size].tolist()))
-
-    num_shared = [0] * len(rows)  # tokens that a group's segment covers
-    causal: list[Folded] = []
-    dense: list[Folded | Padded] = []
-    if sliding_window is not None:  # it slides off a prefix query by query: no sharing
-        num_shared = [max(0, row.length - sliding_window) if row.num_queries == 1 else 0 for row in rows]
-    else:
-        is_decode = [row.num_queries == 1 for row in rows]
-        entries: list[_Entry] = []
-        for member_ids, num_blocks in group_by_prefix(sharable, is_decode, block_size):
-            members = [rows[member_id] for member_id in sorted(member_ids)]
-            key_slots = members[0].slots[: num_blocks * block_size]
-            for member_id in member_ids:
-                num_shared[member_id] = len(key_slots)
-            tokens = [token for row in members for token in range(row.start, row.start + row.num_queries)]
-            if (len(members) - 1) * len(key_slots) >= MIN_TOKENS_SAVED:
-                dense.append(Folded(_run_or_index(tokens), key_slots))
-            else:
-                entries.append((tokens, key_slots))
-        dense += _padded_segments(entries)
-
-    decodes: list[_Entry] = []
-    for row, first_key in zip(rows, num_shared, strict=True):
-        if row.num_queries == 1:
-            decodes.append(([row.start], row.slots[first_key:]))
-            continue
-        own = row.length - row.num_queries
-        if sliding_window is None and own - first_key > row.num_queries:  # a context worth a call without a mask
-            dense.append(Folded(slice(row.start, row.start + row.num_queries), row.slots[first_key:own]))
-            first_key = own
-        causal += _causal_tiles(row, first_key, group, sliding_window)
-    return Segments(causal, _padded_segments(decodes), dense)
+    rows = []
+    for table_id, length in enumerate(plan.sequence_lengths.tolist()):
+        num_queries = starts[table_id + 1] - starts[table_id]
+        assert length >= num_queries, f"row {table_id}: {num_queries} queries in a sequence of {length}"
+        if num_queries:
+            rows.append(_Row(table_id, starts[table_id], num_queries, length))
+    return rows
 
 
-def group_by_prefix(
-    block_ids: Sequence[tuple[int, ...]], is_decode: Sequence[bool], block_size: int
-) -> list[tuple[list[int], int]]:
+def _prefill(row: _Row, block_tables: torch.Tensor, kind: _Kind) -> PrefillRow:
+    """Tiles of one size about, each over the keys from its window's begin, or the first, to its own last token."""
+    most = min(MAX_TILE, max(MIN_TILE, MAX_SCORES // (kind.num_heads * row.length)))
+    size = -(-row.num_queries // -(-row.num_queries // most))
+    num_past = row.length - row.num_queries
+    begin_of_row = _first_seen(num_past, kind.window)
+    tiles = []
+    for first in range(0, row.num_queries, size):
+        last = min(first + size, row.num_queries)
+        begin = _first_seen(num_past + first, kind.window)
+        positions = torch.arange(num_past + first, num_past + last)[:, None]
+        # Without a window every query sees what lies before the tile.
+        key_positions = torch.arange(num_past + first if kind.window is None else begin, num_past + last)
+        seen = key_positions <= positions
+        if kind.window is not None:
+            seen &= key_positions > positions - kind.window
+        keys = slice(begin - begin_of_row, num_past + last - begin_of_row)
+        tiles.append(Tile(slice(row.start + first, row.start + last), keys, _additive(seen, kind.dtype)))
+    positions = torch.arange(begin_of_row, row.length)[None]
+    return PrefillRow(_key_index(block_tables, torch.tensor([row.table_id]), positions, kind), tiles)
+
+
+def _entries(rows: list[_Row], block_tables: torch.Tensor, kind: _Kind) -> list[_Entry]:
+    """Each row is in one; a group too large for one batch, or of too different lengths, is several."""
+    if kind.window is not None:  # it slides off a prefix query by query: no sharing
+        return [_Entry([row], 0, _first_seen(row.length - 1, kind.window)) for row in rows]
+    tables = block_tables.tolist()
+    # Whole blocks before the row's query.
+    sharable = [tuple(tables[row.table_id][: (row.length - 1) // kind.block_size]) for row in rows]
+    entries = []
+    alone = set(rows)
+    for member_ids, num_blocks in group_by_prefix(sharable, kind.block_size):
+        num_shared = num_blocks * kind.block_size
+        members = sorted((rows[row_id] for row_id in member_ids), key=lambda row: row.length, reverse=True)
+        for part in _runs([_Entry([row], num_shared, num_shared) for row in members], kind.num_heads):
+            if len(part) > 1:
+                in_order = sorted((row for entry in part for row in entry.rows), key=lambda row: row.start)
+                entries.append(_Entry(in_order, num_shared, num_shared))
+                alone.difference_update(in_order)
+    return entries + [_Entry([row], 0, 0) for row in alone]
+
+
+def _batched(entries: list[_Entry], num_heads: int) -> list[list[_Entry]]:
+    """Batches of entries with as many rows and of similar lengths, each in the step's order."""
+    entries = sorted(entries, key=lambda entry: (len(entry.rows), entry.num_shared, entry.num_own), reverse=True)
+    return [sorted(batch, key=lambda entry: entry.rows[0].start) for batch in _runs(entries, num_heads)]
+
+
+def _runs(entries: list[_Entry], num_heads: int) -> list[list[_Entry]]:
+    """Cuts where members differ, more than half would be padding, or scores would be too many for one batch."""
+    runs: list[list[_Entry]] = []
+    num_keys = longest_shared = longest_own = 0  # of the run: without padding, and what an entry is padded to
+    for entry in entries:
+        num_keys += entry.num_shared + entry.num_own
+        longest_shared, longest_own = max(longest_shared, entry.num_shared), max(longest_own, entry.num_own)
+        num_padded = (len(runs[-1]) + 1 if runs else 1) * (longest_shared + longest_own)
+        fits = num_padded <= 2 * num_keys and num_padded * len(entry.rows) * num_heads <= MAX_SCORES
+        if runs and fits and len(runs[-1][0].rows) == len(entry.rows):
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+            longest_shared, longest_own = entry.num_shared, entry.num_own
+            num_keys = longest_shared + longest_own
+    return runs
+
+
+def _decode_batch(entries: list[_Entry], block_tables: torch.Tensor, kind: _Kind) -> DecodeBatch:
+    num_shared, num_own = max(entry.num_shared for entry in entries), max(entry.num_own for entry in entries)
+    rows = [row for entry in entries for row in entry.rows]
+    first_own = torch.tensor([entry.first_own for entry in entries for _ in entry.rows])[:, None]
+    lengths = torch.tensor([row.length for row in rows])[:, None]
+    own = first_own + torch.arange(num_own)
+    seen = own < lengths
+    table_ids = torch.tensor([row.table_id for row in rows])
+    own_index = _key_index(block_tables, table_ids, torch.minimum(own, lengths - 1), kind)
+    shared = torch.arange(num_shared).expand(len(entries), -1)
+    if any(entry.num_shared < num_shared for entry in entries):
+        seen = torch.cat((torch.arange(num_shared) < first_own, seen), 1)
+        shared = torch.minimum(shared, torch.tensor([entry.num_shared for entry in entries])[:, None] - 1)
+    shared_index = _key_index(block_tables, table_ids[:: len(entries[0].rows)], shared, kind)
+    return DecodeBatch(
+        _run_or_index([row.start for row in rows]),
+        len(rows),
+        len(entries[0].rows),
+        num_shared,
+        num_own,
+        torch.cat((shared_index, own_index)),
+        None if bool(seen.all()) else _additive(seen, kind.dtype)[:, None, :],
+    )
+
+
+def group_by_prefix(block_ids: Sequence[tuple[int, ...]], block_size: int) -> list[tuple[list[int], int]]:
     """(member rows, shared blocks) of disjoint groups whose block ids begin alike, saving the most keys.
 
-    Groups that save less than MIN_TOKENS_SAVED are of decode rows only, and save that much together.
+    Groups that save less than MIN_TOKENS_SAVED save that much together.
 
     Sorting the rows makes each group a run of them; the runs with a common prefix form a tree, walked bottom up with
     the stack of LCP intervals (Abouelhoda, Kurtz and Ohlebusch, 2004): a run is one group if that saves more than
     the best groups inside it. One level only: a row is in at most one group.
     """
     order = sorted(range(len(block_ids)), key=block_ids.__getitem__)
-    num_prefills = [0, *accumulate(not is_decode[row_id] for row_id in order)]  # before each place in the order
     # Open runs: [shared blocks, first index, tokens saved by the best groups inside, those groups]
     Run = tuple[int, int, int, list[tuple[int, int, int]]]
     stack: list[Run] = [(0, 0, 0, [])]
@@ -155,8 +242,7 @@ def group_by_prefix(
         while stack[-1][0] > common:
             depth, first, saved, groups = stack.pop()
             saved_as_one = (end - first - 1) * depth * block_size
-            only_decodes = num_prefills[first] == num_prefills[end]
-            if saved_as_one >= max(saved, MIN_TOKENS_SAVED_IN_BATCH if only_decodes else MIN_TOKENS_SAVED):
+            if saved_as_one >= max(saved, MIN_TOKENS_SAVED_IN_BATCH):
                 saved, groups = saved_as_one, [(first, end, depth)]
             if stack[-1][0] >= common:  # the run around it is open already
                 outer = stack[-1]
@@ -178,58 +264,21 @@ def _num_common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     return next(i for i in range(shorter) if left[i] != right[i])
 
 
-def _causal_tiles(row: _Row, first_key: int, group: int, sliding_window: int | None) -> list[Folded]:
-    """The row's queries in runs, each over the keys from first_key (or its window's begin) to its own last token."""
-    size = SMALL_TILE if row.num_queries <= 256 else LARGE_TILE
-    num_past = row.length - row.num_queries
-    tiles = []
-    for first in range(0, row.num_queries, size):
-        last = min(first + size, row.num_queries)
-        begin = first_key if sliding_window is None else max(first_key, num_past + first + 1 - sliding_window)
-        key_positions = torch.arange(begin, num_past + last)
-        positions = torch.arange(num_past + first, num_past + last)[:, None]
-        seen = key_positions <= positions
-        if sliding_window is not None:
-            seen &= key_positions > positions - sliding_window
-        mask = _additive(seen).repeat_interleave(group, dim=0)
-        tiles.append(Folded(slice(row.start + first, row.start + last), row.slots[begin : num_past + last], mask))
-    return tiles
+def _first_seen(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position + 1 - window)
 
 
-def _padded_segments(entries: list[_Entry]) -> list[Padded]:
-    """Batches of entries with as many queries, longest first.
-
-    A batch ends where an entry would be more than half padding, or at the size limit.
-    """
-    entries = sorted(entries, key=lambda entry: (len(entry[0]), len(entry[1])), reverse=True)
-    batches: list[list[_Entry]] = []
-    members, longest = 0, 0
-    for tokens, key_slots in entries:
-        fits = batches and len(tokens) == members and len(key_slots) * 2 >= longest
-        if not fits or (len(batches[-1]) + 1) * longest > MAX_PADDED_SLOTS:
-            batches.append([])
-            members, longest = len(tokens), len(key_slots)
-        batches[-1].append((tokens, key_slots))
-    return [_padded(batch) for batch in batches]
+def _key_index(
+    block_tables: torch.Tensor, table_ids: torch.Tensor, positions: torch.Tensor, kind: _Kind
+) -> torch.Tensor:
+    """(num_kv_heads x n x m,) from positions (n, m) in the sequences of n tables."""
+    block_ids = block_tables[table_ids[:, None], positions // kind.block_size].long()
+    slots = block_ids * kind.block_size + positions % kind.block_size
+    return (slots.flatten() * kind.num_kv_heads + torch.arange(kind.num_kv_heads)[:, None]).flatten()
 
 
-def _padded(batch: list[_Entry]) -> Padded:
-    batch.sort(key=lambda entry: entry[0])
-    lengths = [len(key_slots) for _, key_slots in batch]
-    width = max(lengths)
-    slots = torch.empty(len(batch), width, dtype=torch.int64)
-    for row, (_, key_slots) in zip(slots, batch, strict=True):
-        row[: len(key_slots)] = key_slots
-        row[len(key_slots) :] = key_slots[0]
-    tokens = [token for entry_tokens, _ in batch for token in entry_tokens]
-    mask = None
-    if min(lengths) < width:
-        mask = _additive(torch.arange(width) < torch.tensor(lengths)[:, None])[:, None, None, :]
-    return Padded(_run_or_index(tokens), len(batch[0][0]), slots, mask)
-
-
-def _additive(seen: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
 def _run_or_index(tokens: list[int]) -> slice | torch.Tensor:

@@ -137,7 +137,7 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_rows, hidden_size) -> (num_rows, vocab_size) float32; padding of the vocabulary is -inf.
+        """(num_rows, hidden_size) -> (num_rows, vocab_size), float32 but on a CPU; padding of the vocabulary is -inf.
 
         Of several ranks each has the columns of its own ids; `gather_logits` puts all of them side by side.
         """

@@ -33,7 +33,9 @@ class Embedding:
 
 
 class LanguageModelHead:
-    """Hidden states to logits over the vocabulary, in float32, and the greedy choice from them.
+    """Hidden states to logits over the vocabulary, and the greedy choice from them.
+
+    Logits are float32 on a GPU and in the weight's dtype on a CPU, where a copy takes longer than the choice.
 
     A checkpoint may pad its vocabulary past the tokenizer's: those ids mean nothing, so their logits are -inf and they
     are neither sampled nor share in a log-probability.
@@ -51,12 +53,12 @@ class LanguageModelHead:
         self._linear = None if in_16_bits else Linear(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_rows, hidden_size) -> (num_rows, vocab_size) float32; of several ranks, each has its ids' columns."""
+        """(num_rows, hidden_size) -> (num_rows, vocab_size); of several ranks, each has its ids' columns."""
         if self._weight is not None:
             logits = torch.mm(hidden, self._weight.t(), out_dtype=torch.float32)
         else:
             assert self._linear is not None
-            logits = self._linear(hidden).float()
+            logits = self._linear(hidden)
         logits[:, self._num_tokens :] = float("-inf")
         return logits
 

@@ -16,14 +16,18 @@ _PACKABLE = (torch.float32, torch.bfloat16)
 MIN_ROWS_ADDED = 512
 
 
+def _is_packable(weight: torch.Tensor) -> bool:
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return weight.device.type == "cpu" and weight.dtype in _PACKABLE and has_onednn
+
+
 class Linear:
     """y = x @ weight.T + bias. x is (num_tokens, in_features); y is (num_tokens, out_features), in x's dtype."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight (out_features, in_features); it is packed here, so a caller who keeps no reference frees it."""
         self._bias = bias
-        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self._is_packed = weight.device.type == "cpu" and weight.dtype in _PACKABLE and has_onednn
+        self._is_packed = _is_packable(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,12 +48,34 @@ class Linear:
         residual.addmm_(x, self._weight.t())
 
 
+class _PackedGate:
+    """Gate and up in oneDNN's layout: SiLU and the multiplication are done on each product's sums, before they round."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight (2 x n, in_features): gate's rows, then up's."""
+        self._gate, self._up = (torch.ops.mkldnn._reorder_linear_weight(part.contiguous()) for part in weight.chunk(2))
+        self._gate_bias, self._up_bias = (None, None) if bias is None else bias.chunk(2)
+
+    def is_fast(self, num_tokens: int) -> bool:
+        return True
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.shape[0]:  # oneDNN refuses products of nothing
+            return x.new_empty((0, self._gate.shape[0]))
+        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, gate, self._up, self._up_bias, "mul")
+        return y
+
+
 class GatedLinear:
     """silu(x @ gate.T) * (x @ up.T). x is (num_tokens, in_features); the result is (num_tokens, out_features / 2)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight (out_features, in_features): gate's rows, then up's."""
-        self._fused: GatedProduct | None = None
+        self._fused: GatedProduct | _PackedGate | None = None
+        if _is_packable(weight):
+            self._fused = _PackedGate(weight, bias)
+            return
         if bias is None and supports_gated_product(weight):
             weight = interleave_gate_up(weight)
             self._fused = GatedProduct(weight)

@@ -17,7 +17,6 @@ import torch
 from kernels.cpu_attention import CpuAttention
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 24, 14, 2, 64, 16
-GROUP = NUM_HEADS // NUM_KV_HEADS
 SHARED_TOKENS = 400
 
 
@@ -70,9 +69,10 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype, in_pairs
     attention = CpuAttention()
     maxima = max(num_queries for num_queries, _ in rows), int(lengths.max())
     scale = HEAD_SIZE**-0.5
+    kind = BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, dtype, None
 
     def plan_step() -> None:
-        attention.prepare(block_tables, query_starts, lengths, *maxima).segments_for(BLOCK_SIZE, GROUP, None)
+        attention.prepare(block_tables, query_starts, lengths, *maxima).batches_for(*kind)
 
     plan = attention.prepare(block_tables, query_starts, lengths, *maxima)
 
@@ -84,9 +84,8 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype, in_pairs
         row_by_row(query, keys[0], values[0], block_tables, rows)
 
     ours, theirs = best_ms(step) / NUM_LAYERS, best_ms(baseline, 5)
-    segments = plan.segments_for(BLOCK_SIZE, GROUP, None)
-    keys_read = sum(part.key_slots.numel() for part in (*segments.causal, *segments.dense))
-    keys_read += sum(part.key_slots.numel() for part in segments.padded)
+    batches = plan.batches_for(*kind)
+    keys_read = sum(len(batch.key_index) for batch in (*batches.prefills, *batches.decodes)) // NUM_KV_HEADS
     print(
         f"{name:36} {str(dtype)[6:]:9} {ours:7.2f} ms a layer, plan {best_ms(plan_step, 5):6.2f} ms; row by row "
         f"{theirs:7.2f} ms a layer ({theirs / ours:4.1f} times); {keys_read} keys read for {int(lengths.sum())} named"

@@ -1,9 +1,9 @@
 """Documents per second on a CPU: this engine beside transformers' own batched `generate`, both in bf16, in one run.
 
-    python -m tests.bench.cpu_engine [--documents 64] [--runs 3] [--without-baseline]
+    python -m tests.bench.cpu_engine [--documents 64] [--runs 3] [--baseline-batches 8 16]
 
 The work: documents of about 100 random tokens under one 400-token template, 32 output tokens each, greedy, EOS
-ignored. The baseline is transformers with padded batches sorted by length, the better of batch 8 and 16, on the same
+ignored. The baseline is transformers with padded batches sorted by length, the best of the batch sizes, on the same
 weights from the same GGUF file. The first document's greedy tokens of both are compared in the printed line (bf16 may
 differ in late tokens; the exact comparison is the tests', in float32).
 """
@@ -124,16 +124,16 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--step", type=int, default=1024, help="max_tokens_per_step")
-    parser.add_argument("--without-baseline", action="store_true")
+    parser.add_argument("--baseline-batches", type=int, nargs="*", default=[8, 16], help="none: without the baseline")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     prompts = make_prompts(arguments.documents)
     settings = EngineSettings(max_tokens_per_step=arguments.step, max_running=arguments.documents)
     ours, our_tokens = run_engine(demo_model_path(), prompts, arguments.runs, settings)
-    if arguments.without_baseline:
+    if not arguments.baseline_batches:
         return
     gc.collect()
-    theirs, batch_size, their_tokens = run_transformers(demo_model_path(), prompts, (8, 16))
+    theirs, batch_size, their_tokens = run_transformers(demo_model_path(), prompts, tuple(arguments.baseline_batches))
     same = sum(a == b for a, b in zip(our_tokens, their_tokens, strict=True))
     print(f"first document: {same} of {OUTPUT_TOKENS} greedy tokens equal (bf16)")
     median = statistics.median(ours)

@@ -11,12 +11,16 @@ import torch
 
 from kernels.attention import TritonAttention, select_attention
 from kernels.cpu_attention import CpuAttention
-from kernels.cpu_attention_plan import MIN_TOKENS_SAVED, Padded, group_by_prefix
+from kernels.cpu_attention_plan import MAX_SCORES, MIN_TOKENS_SAVED, Batches, group_by_prefix
 from tests.kernels.paged import DEVICE, TOLERANCE, Step, largest_difference, make_step
 
 MIXED = [(1, 1), (1, 17), (3, 3), (0, 0), (5, 20), (1, 16), (4, 33), (1, 40)]
 # The interpreter multiplies the bits of bf16 tiles as integers (triton 3.6): there float16 stands for both.
 TRITON_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+
+
+def batches_of(step: Step) -> Batches:
+    return step.cpu_plan().batches_for(16, 14, 2, step.query.dtype, None)
 
 
 def assert_both_paths_equal_the_truth(step: Step, sliding_window: int | None = None) -> None:
@@ -87,9 +91,12 @@ def test_a_prefix_shared_by_decodes_and_chunks_is_attended_once_and_equals_the_t
     rows = [(1, 190 + 3 * i) for i in range(10)] + [(0, 0), (30, 190), (25, 160), (1, 20), (1, 300), (12, 192)]
     step = make_step(rows, 14, 2, 64, dtype=dtype, shared_blocks=10)
     assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[dtype]
-    [shared, *_] = step.cpu_plan().segments_for(16, 7, None).dense
-    # All 10 shared blocks, without the chunk that has only 8 of them behind it: that saves more than 8 with it.
-    assert len(shared.key_slots) == 160
+    batches = batches_of(step)
+    # The rows of 190 to 217 and 300 tokens share 10 blocks; that of 20 has only one.
+    assert [(batch.num_rows, batch.num_shared) for batch in batches.decodes] == [(11, 160), (1, 0)]
+    assert [tile.tokens for row in batches.prefills for tile in row.tiles] == [
+        slice(10, 40), slice(40, 65), slice(67, 79),
+    ]  # fmt: skip
 
 
 def test_chunked_prefill_equals_whole_prefill() -> None:
@@ -165,8 +172,8 @@ ENOUGH = MIN_TOKENS_SAVED  # tokens; blocks of one token make the arithmetic pla
 TEMPLATE = tuple(range(ENOUGH))
 
 
-def groups_of(rows: list[tuple[int, ...]], is_decode: bool = True) -> list[tuple[list[int], int]]:
-    return [(sorted(members), shared) for members, shared in group_by_prefix(rows, [is_decode] * len(rows), 1)]
+def groups_of(rows: list[tuple[int, ...]]) -> list[tuple[list[int], int]]:
+    return [(sorted(members), shared) for members, shared in group_by_prefix(rows, 1)]
 
 
 def test_groups_are_the_prefixes_that_save_the_most_keys() -> None:
@@ -185,11 +192,10 @@ def test_two_templates_are_two_groups() -> None:
     assert groups_of([other, TEMPLATE, other, TEMPLATE]) == [([1, 3], ENOUGH), ([0, 2], ENOUGH)]
 
 
-def test_small_groups_count_together_and_only_where_all_their_rows_decode() -> None:
+def test_small_groups_count_together() -> None:
     documents = [tuple(range(10_000 * i, 10_000 * i + ENOUGH // 2)) for i in range(1, 4)]
     pairs = [documents[0], documents[1], documents[0], documents[1]]
     assert groups_of(pairs) == [([0, 2], ENOUGH // 2), ([1, 3], ENOUGH // 2)]
-    assert groups_of(pairs, is_decode=False) == []
     assert groups_of([documents[0], documents[0], documents[1]]) == []  # one alone saves too little
 
 
@@ -199,10 +205,26 @@ def test_pairs_of_questions_on_one_document_read_it_once_each(dtype: torch.dtype
     for first in range(0, 12, 2):  # rows 0 and 6, 1 and 7, ...: not neighbours
         step.block_tables[first // 2 + 6, : 18 - first] = step.block_tables[first // 2, : 18 - first]
     assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[dtype]
-    segments = step.cpu_plan().segments_for(16, 7, None)
-    # Shared blocks are 18, 16, ..., 8: the last would be more than half padding beside the first.
-    assert [len(part.key_slots) for part in segments.dense] == [5, 1]
-    assert all(isinstance(part, Padded) and part.members == 2 for part in segments.dense)
+    [batch] = batches_of(step).decodes
+    # Shared blocks are 18, 16, ..., 8; own keys 16 to 300 + 22 - 128.
+    assert (batch.num_rows, batch.members, batch.num_shared) == (12, 2, 288)
+    assert batch.mask is not None
+
+
+@pytest.mark.parametrize("rows", [[(1, 200 + i) for i in range(9)], [(1, 200), (1, 130)], [(40, 200)]])
+def test_what_all_keys_have_in_common_costs_bf16_nothing(rows: list[tuple[int, int]]) -> None:
+    step = make_step(rows, 14, 2, 64, dtype=torch.bfloat16, shared_blocks=9)
+    step.key_cache.add_(torch.linspace(-60, 60, 64).bfloat16())  # as a key bias does: scores of a thousand
+    assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_long_context_is_cut_into_batches_of_bounded_scores() -> None:
+    step = make_step([(40, 6000), *((1, 3000 + i) for i in range(30))], 14, 2, 64, shared_blocks=180)
+    batches = batches_of(step)
+    assert [len(row.tiles) for row in batches.prefills] == [3]  # 16 queries at least
+    assert [batch.num_rows for batch in batches.decodes] == [24, 6]
+    assert all(14 * b.num_rows * (b.num_shared + b.num_own) <= MAX_SCORES for b in batches.decodes)
+    assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[torch.float32]
 
 
 def test_a_plan_and_its_memory_serve_inside_and_outside_inference_mode() -> None:
@@ -220,9 +242,10 @@ def test_a_plan_and_its_memory_serve_inside_and_outside_inference_mode() -> None
 
 def test_the_plan_is_made_once_for_all_layers() -> None:
     plan = make_step(MIXED).cpu_plan()
-    assert plan.segments_for(16, 2, None) is plan.segments_for(16, 2, None)
-    assert plan.segments_for(16, 2, 1000) is plan.segments_for(16, 2, None)  # hides nothing
-    assert plan.segments_for(16, 2, 5) is not plan.segments_for(16, 2, None)
+    batches = plan.batches_for(16, 4, 2, torch.float32, None)
+    assert plan.batches_for(16, 4, 2, torch.float32, None) is batches
+    assert plan.batches_for(16, 4, 2, torch.float32, 1000) is batches  # hides nothing
+    assert plan.batches_for(16, 4, 2, torch.float32, 5) is not batches
 
 
 def test_the_device_chooses_the_implementation() -> None:

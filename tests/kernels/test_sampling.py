@@ -11,6 +11,7 @@ from kernels.sampling import (
     Filters,
     draw,
     filtered_probabilities_reference,
+    greedy_cpu,
     greedy_of_part,
     greedy_of_part_triton,
     greedy_of_parts,
@@ -35,14 +36,16 @@ def filters(num_rows: int, temperature: float = 1.0, top_k: int = 0, top_p: floa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_rows", "vocab"), [(0, 5), (1, 1), (3, 7), (2, 128), (4, 1000), (2, 9001)])
-def test_the_greedy_kernel_equals_its_truth_on_odd_shapes(dtype: torch.dtype, num_rows: int, vocab: int) -> None:
+def test_greedy_equals_its_truth_on_odd_shapes(dtype: torch.dtype, num_rows: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(num_rows * 10007 + vocab)
     # Halves make ties in every row.
     logits = torch.randint(-8, 8, (num_rows, vocab), generator=generator).to(dtype).mul(0.5).to(DEVICE)
-    token_ids, finite = greedy_triton(logits)
     true_ids, true_finite = greedy_reference(logits)
-    assert token_ids.tolist() == true_ids.tolist()
-    assert finite.tolist() == true_finite.tolist() == [True] * num_rows
+    assert true_finite.tolist() == [True] * num_rows
+    for greedy in (greedy_triton, greedy_cpu):
+        token_ids, finite = greedy(logits)
+        assert token_ids.tolist() == true_ids.tolist()
+        assert finite.tolist() == true_finite.tolist()
 
 
 def test_the_greedy_kernel_reads_rows_that_lie_apart() -> None:
@@ -51,7 +54,7 @@ def test_the_greedy_kernel_reads_rows_that_lie_apart() -> None:
     assert greedy_triton(logits)[0].tolist() == greedy_reference(logits)[0].tolist()
 
 
-@pytest.mark.parametrize("greedy", [greedy_reference, greedy_triton])
+@pytest.mark.parametrize("greedy", [greedy_reference, greedy_cpu, greedy_triton])
 def test_of_equal_logits_the_lowest_id_wins(greedy: object) -> None:
     assert callable(greedy)
     logits = torch.zeros(2, 5000, device=DEVICE)
@@ -59,7 +62,7 @@ def test_of_equal_logits_the_lowest_id_wins(greedy: object) -> None:
     assert greedy(logits)[0].tolist() == [0, 77]
 
 
-@pytest.mark.parametrize("greedy", [greedy_reference, greedy_triton])
+@pytest.mark.parametrize("greedy", [greedy_reference, greedy_cpu, greedy_triton])
 def test_a_row_with_nan_or_infinity_is_not_finite_and_its_neighbours_are(greedy: object) -> None:
     assert callable(greedy)
     logits = torch.arange(6.0).repeat(7, 1)
