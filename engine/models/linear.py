@@ -49,7 +49,7 @@ class Linear:
 
 
 class _PackedGate:
-    """Gate and up in oneDNN's layout: SiLU and the multiplication are done on each product's sums, before they round."""
+    """Gate and up in oneDNN's layout: SiLU and the multiplication are done on the products' sums, before they round."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight (2 x n, in_features): gate's rows, then up's."""
