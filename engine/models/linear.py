@@ -4,6 +4,8 @@ The layout is chosen once, at load: F.linear reorders the weight in each call in
 20 to 40% (tests/bench/cpu_linear.py).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -54,7 +56,7 @@ class _PackedGate:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight (2 x n, in_features): gate's rows, then up's."""
         self._gate, self._up = (torch.ops.mkldnn._reorder_linear_weight(part.contiguous()) for part in weight.chunk(2))
-        self._gate_bias, self._up_bias = (None, None) if bias is None else bias.chunk(2)
+        self._biases: Sequence[torch.Tensor | None] = (None, None) if bias is None else bias.chunk(2)
 
     def is_fast(self, num_tokens: int) -> bool:
         return True
@@ -62,8 +64,8 @@ class _PackedGate:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.shape[0]:  # oneDNN refuses products of nothing
             return x.new_empty((0, self._gate.shape[0]))
-        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._gate_bias, "swish", [], "")
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, gate, self._up, self._up_bias, "mul")
+        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._biases[0], "swish", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, gate, self._up, self._biases[1], "mul")
         return y
 
 
