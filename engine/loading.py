@@ -18,7 +18,13 @@ from engine.engine import Engine
 from engine.grammar import LabelSets
 from engine.group import Group, join, open_store
 from engine.kv_cache import KVCache
-from engine.memory import decide_kv_cache_tokens, free_bytes_for_cache, kv_bytes_per_token, worst_step_batch
+from engine.memory import (
+    decide_kv_cache_tokens,
+    free_bytes_for_cache,
+    keep_freed_memory,
+    kv_bytes_per_token,
+    worst_step_batch,
+)
 from engine.model_config import ModelConfig, read_gguf_config, read_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -135,6 +141,8 @@ def _load_part(
     with clock.part("memory"):
         kv_cache_tokens = _size_cache(decoder, settings, max_model_len)
         cache = allocate_cache(decoder, kv_cache_tokens // settings.block_size, settings.block_size)
+        if device.type == "cpu":
+            keep_freed_memory()
     with clock.part("canary"):
         check_canary(decoder)
     # A sequence longer than the whole cache could never run.

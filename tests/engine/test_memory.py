@@ -1,5 +1,7 @@
-"""How large the KV cache is made."""
+"""How large the KV cache is made, and what becomes of freed memory on a CPU."""
 
+import platform
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from engine.memory import (
     available_ram_bytes,
     decide_kv_cache_tokens,
     free_bytes_for_cache,
+    keep_freed_memory,
     kv_bytes_per_token,
     worst_step_batch,
 )
@@ -75,3 +78,15 @@ def test_the_worst_step_has_every_token_and_every_row() -> None:
 def test_the_worst_step_of_a_short_context_needs_more_rows() -> None:
     batch, _ = worst_step_batch(100, max_running=1, max_model_len=30, block_size=16, device=CPU)
     assert batch.sequence_lengths.tolist() == [25, 25, 25, 25]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+def test_a_freed_tensor_of_20_mb_is_the_next_ones_memory_without_new_pages() -> None:
+    keep_freed_memory()
+    num_bytes = 20 << 20
+    torch.ones(num_bytes, dtype=torch.uint8)  # may take new pages
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(num_bytes, dtype=torch.uint8)
+    new_pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert new_pages * resource.getpagesize() < num_bytes  # of ten times as many
