@@ -442,9 +442,9 @@ class GroupMember:
             where = "some offset" if end is None else f"offset {end.offset}"
             told.append(f"{partition.topic}/{partition.partition}: from {where} to {self._cached_position(partition)}")
         return (
-            f"the broker has lost records that we had read (an unclean leader election): {'; '.join(told)}. Rows made of "
-            "them stay. To go on with what stands there now: kafka-consumer-groups --reset-offsets --to-offset with "
-            f"the first of these, for the group {self._settings.group!r}, with no worker running."
+            f"the broker has lost records that we had read (an unclean leader election): {'; '.join(told)}. Rows "
+            "made of them stay. To go on with what stands there now: kafka-consumer-groups --reset-offsets --to-offset "
+            f"with the first of these, for the group {self._settings.group!r}, with no worker running."
         )
 
     def _assigned(self) -> list[TopicPartition]:

@@ -74,7 +74,7 @@ def test_on_a_real_node_a_row_is_found_before_any_refresh_and_a_lost_index_stops
         sink.put(row(3), 300, position(3))
         assert sink.drain(DRAIN_SECONDS)
     found = look_up(client, [(index, "job:task:document-3"), (index, "absent")])
-    assert found == [StoredRow(300, "documents", 0, 3), None]
+    assert found == [StoredRow(300, "documents", 0, 3, is_answered=True), None]
     client.indices.delete(index=f"{index}-v1")
     with pytest.raises(SinkError, match=f"the alias '{index}' is gone"):
         look_up(client, [(index, "job:task:document-3")])
