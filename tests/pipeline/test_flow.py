@@ -1,16 +1,19 @@
 """The flow with a real engine process: every document ends once, and the account says so."""
 
+import os
 import re
+import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, repeat
+from pathlib import Path
 
 import pytest
 
-from engine.client import EngineClient
+from engine.client import DEFAULT_COMMAND, EngineClient
 from pipeline.failure_limits import FailureLimits
 from pipeline.flow import WAIT_SECONDS, Flow
 from pipeline.prompts import PromptBuilder, compile_tasks
@@ -34,12 +37,14 @@ from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, Infer
 from schemas.task import Task
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer, MemorySource, make_document, make_rejected
+from tests.tiny_models import write_tiny_model
 
 TASKS = {
     "default": Task(),
     "kind": Task(kind="classify", labels=("good", "bad"), template="{{ text }}"),
     "json": Task(template="{{ text }}", output_schema={"type": "object"}),
 }
+ENGINE = EngineSettings(kv_cache_tokens=4096, num_threads=1)
 
 
 class MemorySink:
@@ -91,11 +96,13 @@ class Bench:
         source: MemorySource,
         restarts: int = 3,
         limits: FailureLimits | None = None,
+        model: ModelSettings | None = None,
     ) -> None:
         self.source = source
         self.sink = MemorySink()
         self.started: list[EngineClient] = []
         self._commands = iter(engines)
+        self._model = model or ModelSettings(name="model")
         tasks = compile_tasks(TASKS, ByteTokenizer())
         self.flow = Flow(
             source,
@@ -112,9 +119,9 @@ class Bench:
         self.sink.rejected = self.flow.outgoing.rejected
 
     def _start(self) -> tuple[EngineClient, EngineInfo]:
-        client = EngineClient(ModelSettings(name="model"), EngineSettings(), next(self._commands))
+        client = EngineClient(self._model, ENGINE, next(self._commands))
         self.started.append(client)
-        return client, client.start(30.0, None, lambda: self.flow.is_asked_to_drain)
+        return client, client.start(60.0, None, lambda: self.flow.is_asked_to_drain)
 
     def run(self) -> None:
         self.flow.open_engine()
@@ -377,6 +384,30 @@ def test_an_engine_that_dies_while_idle_is_started_again_before_a_document_needs
     stage.flow.run(until_drained=True)
     assert [row.status for row in stage.sink.rows.values()] == ["answered"]
     assert stage.flow.totals.engine_restarts == 1
+
+
+def test_a_real_engine_that_is_killed_by_a_signal_costs_its_documents_another_run_and_no_answer(
+    tmp_path: Path,
+) -> None:
+    documents = [make_document(i, prompt=f"number {i}", sampling={"max_tokens": 100}) for i in range(12)]
+    source = MemorySource(documents)
+    model = ModelSettings(path=str(write_tiny_model(tmp_path)), dtype="float32", device="cpu")
+    stage = Bench([DEFAULT_COMMAND] * 2, source, model=model)
+    try:
+        stage.flow.open_engine()
+        while not stage.started[0].stats.num_steps:
+            stage.flow.turn()
+        assert stage.started[0].process_id is not None
+        os.kill(stage.started[0].process_id, signal.SIGSEGV)
+        while not stage.flow.totals.engine_restarts:
+            stage.flow.turn()
+        stage.flow.run(until_drained=True)
+    finally:
+        for client in stage.started:
+            client.close()
+    assert [stage.sink.rows[f"d{i}"].status for i in range(12)] == ["answered"] * 12
+    assert source.dead_letters == []
+    assert stage.balance() == (0, 0)
 
 
 def test_suspects_that_wait_are_handed_back_when_draining(make_stage: MakeStage) -> None:
