@@ -61,6 +61,7 @@ class EngineWindow:
             work,
             block_hashes=prepared.block_hashes,
             num_tokens=len(prepared.token_ids),
+            num_outputs=prepared.sampling.max_tokens,
             now=now,
             priority=prepared.document.message.priority,
             deadline=deadline,

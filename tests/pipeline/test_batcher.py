@@ -22,8 +22,17 @@ def add(
     now: float = 0.0,
     priority: int = 0,
     deadline: float | None = None,
+    outputs: int = 0,
 ) -> None:
-    batcher.add(name, block_hashes=hashes, num_tokens=tokens, now=now, priority=priority, deadline=deadline)
+    batcher.add(
+        name,
+        block_hashes=hashes,
+        num_tokens=tokens,
+        num_outputs=outputs,
+        now=now,
+        priority=priority,
+        deadline=deadline,
+    )
 
 
 def test_documents_that_share_a_prefix_come_out_side_by_side() -> None:
@@ -32,6 +41,27 @@ def test_documents_that_share_a_prefix_come_out_side_by_side() -> None:
         add(batcher, name, hashes)
     assert batcher.next_batch(1000, now=0.0) == ["a1", "a3", "a2", "b", "c"]
     assert len(batcher) == 0
+
+
+def test_the_group_with_the_longest_output_begins_and_stays_together() -> None:
+    batcher = make()
+    for name, hashes, outputs in (("a", (A,), 8), ("b1", (B, A), 8), ("short", (), 64), ("b2", (B, C), 512)):
+        add(batcher, name, hashes, outputs=outputs)
+    assert batcher.next_batch(1000, now=0.0) == ["b1", "b2", "short", "a"]
+
+
+def test_a_groups_place_holds_for_a_lap_whatever_arrives_and_is_decided_anew_for_the_next() -> None:
+    batcher = make()
+    add(batcher, "a", (A,), outputs=64)
+    add(batcher, "b", (B,), outputs=8)
+    assert batcher.next_batch(10, now=0.0) == ["a"]
+    add(batcher, "b, longer", (B,), outputs=512)
+    add(batcher, "c", (C,), outputs=32)  # a new group: between the two
+    add(batcher, "a2", (A,), outputs=64)  # beside the one just taken, so still ahead of the walk
+    assert batcher.next_batch(1000, now=0.0) == ["a2", "c", "b", "b, longer"]
+    add(batcher, "a3", (A,), outputs=16)
+    add(batcher, "b3", (B,), outputs=512)
+    assert batcher.next_batch(1000, now=0.0) == ["b3", "a3"]
 
 
 def test_a_batch_ends_where_the_next_document_does_not_fit_the_budget() -> None:
