@@ -18,12 +18,13 @@ _Key: TypeAlias = tuple[bytes, int]
 
 
 _RANK_BYTES = 4
+_LAST_RANK = 0xFFFF_FFFF
 _GROUP = slice(_RANK_BYTES, _RANK_BYTES + 4)  # of a key's bytes: what is left of the first block's hash
 
 
 def _rank(num_outputs: int) -> bytes:
     """Sorts more tokens of output first."""
-    return (2 ** (8 * _RANK_BYTES) - 1 - num_outputs).to_bytes(_RANK_BYTES, "big")
+    return (_LAST_RANK - num_outputs).to_bytes(_RANK_BYTES, "big")
 
 
 class _Waiting(Generic[T]):
