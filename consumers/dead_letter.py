@@ -102,10 +102,18 @@ class DeadLetterWriter:
     A letter whose assignment is gone is dropped without a call: its next owner does all of it again.
     """
 
-    def __init__(self, settings: KafkaSettings, worker: str, is_current: Callable[[SourcePosition], bool]) -> None:
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        worker: str,
+        is_current: Callable[[SourcePosition], bool],
+        on_failure: Callable[[SourceError], None],
+    ) -> None:
+        """`on_failure` hears of what must end the source: an acknowledged letter that nothing follows."""
         self._settings = settings
         self._worker = worker
         self._is_current = is_current
+        self._on_failure = on_failure
         # At most one letter for each document in flight; twice that, as those of lost partitions may be among them.
         self._queue: queue.Queue[DeadLetter] = queue.Queue(2 * settings.max_in_flight_documents)
         self._refused: queue.SimpleQueue[DeadLetter] = queue.SimpleQueue()
@@ -186,8 +194,14 @@ class DeadLetterWriter:
     def _on_acknowledged(self, letter: DeadLetter) -> None:
         try:
             letter.then()
-        except Exception:
+        except Exception as error:  # of any kind: its document would stay in flight for ever, and nobody would know
             logger.exception("a dead letter's continuation failed", extra={"position": str(letter.raw.position)})
+            self._on_failure(
+                SourceError(
+                    f"the dead letter of {letter.raw.position} is written, but its failed row cannot follow: "
+                    f"{error!r}. Start the worker again; the document comes again, its dead letter a second time"
+                )
+            )
 
     def _on_refusal(self, letter: DeadLetter, error: BaseException) -> None:
         """On the producer's thread or ours: the letter waits, and is sent again."""

@@ -63,6 +63,7 @@ class GroupMember:
         self._holds = False
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
         self._topic_ids: dict[str, UUID] = {}
+        self.ends_cleanly = True  # False: whoever gets our partitions is to know that their work killed us
         self._writes_metadata = True  # until the broker refuses it
         self._were_ours: set[TopicPartition] = set()  # in some epoch
         self._commit_sent_at: float | None = None  # None: none is outstanding
@@ -187,7 +188,7 @@ class GroupMember:
     def close(self, timeout_seconds: float) -> None:
         """Commits what is complete, leaves the group, and forgets its partitions."""
         timeout_ms = max(1, round(timeout_seconds * 1000))
-        commits = self._tracker.commits(is_clean=True)
+        commits = self._tracker.commits(is_clean=self.ends_cleanly)
         if commits:
             try:
                 try:
@@ -442,9 +443,9 @@ class GroupMember:
             where = "some offset" if end is None else f"offset {end.offset}"
             told.append(f"{partition.topic}/{partition.partition}: from {where} to {self._cached_position(partition)}")
         return (
-            f"the broker has lost records that we had read (an unclean leader election): {'; '.join(told)}. Rows "
-            "made of them stay. To go on with what stands there now: kafka-consumer-groups --reset-offsets --to-offset "
-            f"with the first of these, for the group {self._settings.group!r}, with no worker running."
+            f"the broker has lost records that we had read (an unclean leader election): {'; '.join(told)}. Rows made "
+            "of them stay. To go on with what stands there now: kafka-consumer-groups --reset-offsets --to-offset with "
+            f"the first of these, for the group {self._settings.group!r}, with no worker running."
         )
 
     def _assigned(self) -> list[TopicPartition]:

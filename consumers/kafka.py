@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from consumers.dead_letter import DeadLetter, DeadLetterWriter
 from consumers.decode import decode_document
@@ -39,7 +40,9 @@ class KafkaSource:
         self._clock = clock
         self._tracker = OffsetTracker()
         self._member = GroupMember(settings, self._tracker, self._apply_completions, clock)
-        self._dead_letters = DeadLetterWriter(settings, worker or settings.client_id, self._tracker.is_current)
+        self._dead_letters = DeadLetterWriter(
+            settings, worker or settings.client_id, self._tracker.is_current, self._fail
+        )
         self._thread = threading.Thread(target=self._run, name="pagemill-kafka", daemon=True)
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
@@ -107,8 +110,8 @@ class KafkaSource:
     def started_before(self, position: SourcePosition) -> int:
         return self._tracker.started_before(position)
 
-    def num_crashes(self, position: SourcePosition) -> int:
-        return self._tracker.num_crashes(position)
+    def expect_no_clean_end(self) -> None:
+        self._member.ends_cleanly = False
 
     def is_current(self, position: SourcePosition) -> bool:
         return self._tracker.is_current(position)
@@ -120,6 +123,14 @@ class KafkaSource:
     @property
     def num_in_flight(self) -> int:
         return self._tracker.num_in_flight
+
+    @property
+    def num_handed_out(self) -> int:
+        with self._arrived:
+            waiting = [document.position for document in self._inbox]
+        returned = [one for positions in (*self._completions, *self._handed_back) for one in positions]
+        is_current = self._tracker.is_current
+        return self._tracker.num_in_flight - sum(map(is_current, waiting)) - sum(map(is_current, returned))
 
     @property
     def num_bytes_in_flight(self) -> int:
@@ -178,7 +189,7 @@ class KafkaSource:
             mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
             self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
-            self._hand_over([decode_document(raw, limit) for raw in in_flight])
+            self._hand_over([self._decode(raw, limit) for raw in in_flight])
         self._member.commit_if_due()
         self._has_assignment = self._member.is_stable
         self._look_for_the_end()
@@ -188,6 +199,12 @@ class KafkaSource:
         elif not raws:
             self._closing.wait(self._idle_seconds)
             self._idle_seconds = min(2 * self._idle_seconds, _IDLE_SECONDS)
+
+    def _decode(self, raw: RawMessage, limit: int) -> Document | RejectedDocument:
+        document = decode_document(raw, limit)
+        if isinstance(document, Document) and (crash_count := self._tracker.num_crashes(raw.position)):
+            return replace(document, crash_count=crash_count)
+        return document
 
     def _room(self) -> int:
         """How many records fit under both high marks, at their size of late; at least one."""

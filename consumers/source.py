@@ -49,8 +49,8 @@ class Source(Protocol):
         They may have had later ones, of their last moments.
         """
 
-    def num_crashes(self, position: SourcePosition) -> int:
-        """How many workers in a row died with this document in work; 0 where it is no suspect."""
+    def expect_no_clean_end(self) -> None:
+        """We are about to die of our work: the next owners of it count that as a crash, `close` or not."""
 
     def is_current(self, position: SourcePosition) -> bool:
         """Whether the position's assignment is still ours; work for others may be skipped."""
@@ -61,6 +61,13 @@ class Source(Protocol):
 
     @property
     def num_in_flight(self) -> int: ...
+
+    @property
+    def num_handed_out(self) -> int:
+        """Of these, what `poll` has given away and nobody has completed or handed back, by the source's own books.
+
+        May be out of step with other threads for a moment.
+        """
 
     def is_drained(self) -> bool:
         """Every assigned partition was read to the end that it had when last looked at, and nothing is in flight."""
@@ -161,8 +168,8 @@ class LocalSource:
     def started_before(self, position: SourcePosition) -> int:
         return 0
 
-    def num_crashes(self, position: SourcePosition) -> int:
-        return 0
+    def expect_no_clean_end(self) -> None:
+        """Nothing is noted down: a file has no next owner."""
 
     def is_current(self, position: SourcePosition) -> bool:
         return self._tracker.is_current(position)
@@ -173,6 +180,10 @@ class LocalSource:
 
     @property
     def num_in_flight(self) -> int:
+        return self._tracker.num_in_flight
+
+    @property
+    def num_handed_out(self) -> int:
         return self._tracker.num_in_flight
 
     def is_drained(self) -> bool:

@@ -1,25 +1,51 @@
 """Counts what became of every document, and where its time went. One thread's; others read plain numbers."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from schemas.document import Assignment, SourcePosition
+
+MAX_BOOKS = 4096  # of (assignment, job) that balance; then they are closed, and only the total keeps their counts
+
+
+class Outcome(StrEnum):
+    """What a delivered document can end in: the name of its count in an Account."""
+
+    INDEXED = "indexed"
+    ALREADY_DONE = "already_done"
+    SUPERSEDED = "superseded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    HANDED_BACK = "handed_back"
 
 
 @dataclass(slots=True)
 class Account:
     """Every delivered document ends in exactly one of these, or is in flight:
 
-    delivered = indexed + already_done + superseded + failed + handed_back + in flight
+    delivered = indexed + already_done + superseded + failed + cancelled + handed_back + in flight
     """
 
     delivered: int = 0
     indexed: int = 0  # answered rows stored
     already_done: int = 0  # this very delivery's row was there before
     superseded: int = 0  # a newer delivery's row is there
-    failed: int = 0  # failed rows stored
+    failed: int = 0  # failed rows stored, without the cancelled
+    cancelled: int = 0
     handed_back: int = 0  # the partition went to another worker, or we stopped: its next owner does it
 
     @property
     def ended(self) -> int:
-        return self.indexed + self.already_done + self.superseded + self.failed + self.handed_back
+        return sum(self.outcomes().values())
+
+    def outcomes(self) -> dict[str, int]:
+        return {outcome.value: getattr(self, outcome.value) for outcome in Outcome}
+
+    def add(self, outcome: Outcome, number: int = 1) -> None:
+        setattr(self, outcome.value, getattr(self, outcome.value) + number)
 
     def imbalance(self, num_in_flight: int) -> int:
         """Documents that were lost (positive) or counted twice (negative); 0 is what must be.
@@ -30,10 +56,101 @@ class Account:
 
     def sentence(self, num_in_flight: int) -> str:
         """The account as one line."""
-        return (
-            f"delivered {self.delivered} = indexed {self.indexed} + already done {self.already_done} + superseded "
-            f"{self.superseded} + failed {self.failed} + handed back {self.handed_back} + in flight {num_in_flight}"
-        )
+        ended = " + ".join(f"{name.replace('_', ' ')} {number}" for name, number in self.outcomes().items())
+        return f"delivered {self.delivered} = {ended} + in flight {num_in_flight}"
+
+
+class Book(NamedTuple):
+    """What an account is kept for: one job in one epoch of one partition. Job "": passed over without being decoded."""
+
+    assignment: Assignment
+    job: str
+
+    def __str__(self) -> str:
+        topic, partition, epoch = self.assignment
+        return f"{topic}/{partition}, epoch {epoch}, job {self.job or '(not decoded)'}"
+
+
+class Ledger:
+    """The accounts by book, and every open document by its position: who is delivered must end, and only once.
+
+    The pipeline's thread owns it. Its `num_open` is neither what the trackers have nor what stands in the queues: the
+    three are compared (Flow.check_account).
+    """
+
+    def __init__(self, total: Account) -> None:
+        self.total = total
+        self.books: dict[Book, Account] = {}
+        self.num_twice = 0  # endings of documents that were not open
+        self._open: dict[SourcePosition, Book] = {}
+        self._open_by_assignment: Counter[Assignment] = Counter()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def num_open_in(self, is_wanted: Callable[[Assignment], bool]) -> int:
+        """Open documents of these assignments."""
+        return sum(number for assignment, number in self._open_by_assignment.items() if is_wanted(assignment))
+
+    def deliver(self, position: SourcePosition, job: str) -> None:
+        book = Book(position.assignment, job)
+        self._open[position] = book
+        self._open_by_assignment[book.assignment] += 1
+        self._account(book).delivered += 1
+        self.total.delivered += 1
+
+    def end(self, position: SourcePosition, outcome: Outcome) -> None:
+        """A document that ends twice unbalances the total for good, as it must."""
+        self.total.add(outcome)
+        book = self._open.pop(position, None)
+        if book is None:
+            self.num_twice += 1
+            return
+        self.books[book].add(outcome)
+        self._open_by_assignment[book.assignment] -= 1
+        if not self._open_by_assignment[book.assignment]:
+            del self._open_by_assignment[book.assignment]
+
+    def skip(self, assignment: Assignment, num_documents: int) -> None:
+        """Delivered, complete before this assignment, and not looked at."""
+        for account in (self._account(Book(assignment, "")), self.total):
+            account.delivered += num_documents
+            account.already_done += num_documents
+
+    def unbalanced(self) -> dict[Book, int]:
+        """Once nothing is in flight any more: the books with documents that never ended, and how many."""
+        left = {book: account.imbalance(0) for book, account in self.books.items()}
+        return {book: number for book, number in left.items() if number}
+
+    def examples(self, number: int) -> list[SourcePosition]:
+        """Some of the open documents."""
+        return [position for position, _ in zip(self._open, range(number), strict=False)]
+
+    def _account(self, book: Book) -> Account:
+        account = self.books.get(book)
+        if account is None:
+            if len(self.books) >= MAX_BOOKS:
+                self.books = {one: account for one, account in self.books.items() if account.imbalance(0)}
+            account = self.books[book] = Account()
+        return account
+
+
+class Agreement:
+    """Whether two counts of the same documents agree, each of which may be ahead of the other for a moment."""
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience_seconds = patience_seconds
+        self._since: float | None = None
+        self._least = 0
+
+    def observe(self, difference: int, now: float) -> int:
+        """The least that they have differed by for all of the patience; 0 where they agreed meanwhile."""
+        if self._since is None or difference * self._least <= 0:
+            self._since, self._least = now, difference
+        elif abs(difference) < abs(self._least):
+            self._least = difference
+        return self._least if now - self._since >= self._patience_seconds else 0
 
 
 @dataclass(slots=True)
@@ -86,6 +203,11 @@ class Totals:
     retries: int = 0  # a second run with another seed
     engine_restarts: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # failure code -> failed rows stored
+    disagreement: int = 0  # what the source holds more (or less) than the account has open, if that lasts
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.account)
 
     @property
     def hit_rate(self) -> float:

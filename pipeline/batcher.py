@@ -163,8 +163,8 @@ class PrefixBatcher(Generic[T]):
                 break  # the budget ended inside this class
         return taken
 
-    def remove_where(self, is_unwanted: Callable[[T], bool]) -> int:
-        """Drops documents that nobody wants any more, such as those of a revoked partition; says how many."""
+    def remove_where(self, is_unwanted: Callable[[T], bool]) -> list[T]:
+        """Drops documents that nobody wants any more, such as those of a revoked partition; says which."""
         unwanted = [entry for entry in self._waiting.values() if is_unwanted(entry.document)]
         urgent = {entry.key[1] for entry in unwanted}
         for entry in unwanted:
@@ -179,10 +179,10 @@ class PrefixBatcher(Generic[T]):
             self._urgent_next = [sequence for sequence in self._urgent_next if sequence not in urgent]
         for entry in unwanted:
             self._take(entry)
-        return len(unwanted)
+        return [entry.document for entry in unwanted]
 
-    def clear(self) -> int:
-        """Drops everything; says how much that was."""
+    def clear(self) -> list[T]:
+        """Drops everything; says what that was."""
         return self.remove_where(lambda _: True)
 
     def _walk(self, priority: int, budget: int, room: int, must_take: bool) -> list[_Waiting[T]]:

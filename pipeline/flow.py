@@ -3,8 +3,8 @@
 One turn: receive, prepare, feed, poll, make rows, store, settle; what goes to other threads goes in lists. A document
 is held in exactly one place at a time, and each place counts by itself, so that `Account.imbalance` notices a lost one:
 
-    arrived -> window: waiting -> running (in the engine) -> rows -> stored (the sink's, until acknowledged)
-        \\_____________________________________\\_-> dead letters -/
+    looked up -> arrived -> window: waiting -> running (in the engine) -> rows -> stored (until acknowledged)
+                     \\_____________________________________\\_-> dead letters -/
 """
 
 import time
@@ -15,17 +15,19 @@ from datetime import UTC, datetime
 import structlog
 
 from consumers.source import Source
-from pipeline.account import Totals
+from pipeline.account import Agreement, Outcome, Totals
 from pipeline.failure_limits import FailureLimits, Gate
 from pipeline.outgoing import OutgoingRows, RowSink
 from pipeline.prompts import PromptBuilder, derived_seed
+from pipeline.redelivery import LookUp, Redeliveries
 from pipeline.results import ACTIONS, Action
+from pipeline.retry import Verdict
 from pipeline.rows import Row, RowBuilder, Work
 from pipeline.supervisor import EngineSupervisor
 from pipeline.suspects import LOSSES_ALONE, conviction
 from pipeline.window import EngineWindow
-from schemas.document import Document, RejectedDocument
-from schemas.errors import DocumentError, EngineError, Failure
+from schemas.document import Document, RejectedDocument, SourcePosition
+from schemas.errors import AccountError, DocumentError, EngineError, Failure
 from schemas.inference import EngineInfo, EngineStats, InferenceOutput
 
 logger = structlog.get_logger(__name__)
@@ -34,7 +36,10 @@ PREPARE_SLICE_SECONDS = 0.02  # then the engine is fed before more is tokenised
 POLL_DOCUMENTS = 1000
 WAIT_SECONDS = 0.05  # the longest that a turn sleeps
 HUNGRY_WAIT_SECONDS = 0.005  # while the engine could run more than it has
+LOOK_UP_WAIT_SECONDS = 0.005  # while documents are looked up and nothing else is to be done
 SWEEP_SECONDS = 0.25  # between looks for work of revoked partitions
+ACCOUNT_SECONDS = 1.0  # between two comparisons of the account with the source's own count
+ACCOUNT_PATIENCE_SECONDS = 20.0  # counts of several threads may differ for a moment, and never for so long
 
 
 class Flow:
@@ -56,8 +61,10 @@ class Flow:
         max_tokens_per_step: int,
         urgent_after_seconds: float,
         limits: FailureLimits | None = None,
+        look_up: LookUp | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without `look_up` what may have been answered before is answered again."""
         self.totals = Totals()
         self._source = source
         self._engine = engine
@@ -71,7 +78,11 @@ class Flow:
         self._drain_until: float | None = None
         self._is_draining = False
 
+        self._next_comparison = 0.0
+        self._balance, self._agreement = Agreement(ACCOUNT_PATIENCE_SECONDS), Agreement(ACCOUNT_PATIENCE_SECONDS)
+
         # The places where a document can be; see the module's drawing.
+        self._redeliveries = None if look_up is None else Redeliveries(source, rows, look_up)
         self._arrived: deque[tuple[Document | RejectedDocument, float]] = deque()
         self._window = EngineWindow(
             max_running=max_running,
@@ -104,6 +115,7 @@ class Flow:
     def held(self) -> dict[str, int]:
         """Place -> how many documents are there now."""
         return {
+            "looked_up": 0 if self._redeliveries is None else len(self._redeliveries),
             "arrived": len(self._arrived),
             "batcher": self._window.num_waiting,
             "engine": self._window.num_running,
@@ -154,6 +166,7 @@ class Flow:
                 self._flush_if_last()
             elif until_drained:
                 if not self.num_in_flight and self._source.is_drained():
+                    self._count_skipped()
                     return
                 self._flush_if_last()
 
@@ -193,21 +206,44 @@ class Flow:
         self.outgoing.store()
         self.outgoing.settle()
         spent["storing"] += self._clock() - made
+        if made >= self._next_comparison and not self._is_draining:
+            self._next_comparison = made + ACCOUNT_SECONDS
+            self.check_account()
         if lost is not None:
             self._restart_engine(lost)  # last: what it has answered is on its way
 
     def _receive(self) -> None:
         if self._is_draining or len(self._arrived) >= POLL_DOCUMENTS:
             return
-        window = self._window
-        is_idle = not (self._arrived or window.num_running or window.num_waiting or self.outgoing.is_blocked)
-        documents = self._source.poll(POLL_DOCUMENTS, WAIT_SECONDS if is_idle else 0.0)
+        documents = self._source.poll(POLL_DOCUMENTS, self._idle_seconds())
+        now = self._clock()
         if documents:
-            now = self._clock()
             if not self.totals.account.delivered:
                 self.totals.time.first_delivered = now
-            self.totals.account.delivered += len(documents)
-            self._arrived.extend([(document, now) for document in documents])
+            for document in documents:
+                self.totals.ledger.deliver(document.position, document.identity.job)
+        self._count_skipped()
+        if self._redeliveries is not None:
+            documents = self._redeliveries.sift(documents)
+            looked_up, done = self._redeliveries.take_answers()
+            documents += looked_up
+            for position, verdict in done:
+                outcome = Outcome.ALREADY_DONE if verdict is Verdict.ALREADY_DONE else Outcome.SUPERSEDED
+                self.totals.ledger.end(position, outcome)
+            if done:
+                self._source.complete([position for position, _ in done])
+        self._arrived.extend([(document, now) for document in documents])
+
+    def _idle_seconds(self) -> float:
+        """How long to wait for documents: not at all where there is something else to be done."""
+        window = self._window
+        if self._arrived or window.num_running or window.num_waiting or self.outgoing.is_blocked:
+            return 0.0
+        return LOOK_UP_WAIT_SECONDS if self._redeliveries else WAIT_SECONDS
+
+    def _count_skipped(self) -> None:
+        for assignment, num_documents in self._source.take_skipped().items():
+            self.totals.ledger.skip(assignment, num_documents)
 
     def _prepare(self) -> None:
         """Prompts for what arrived, for a slice of time: a long tokenisation must not starve the engine."""
@@ -254,7 +290,7 @@ class Flow:
         """False where the document has ended otherwise: handed back, or failed because its deadline has passed."""
         document = work.prepared.document
         if not self._source.is_current(document.position):
-            self.totals.account.handed_back += 1
+            self._hand_back([document.position])
             return False
         if document.message.deadline is not None:
             try:
@@ -291,7 +327,7 @@ class Flow:
             answer = self._rows_of.read(work, output)
             if answer.failure is not None and self._runs_again(work, answer.failure):
                 if self._is_draining:
-                    self.totals.account.handed_back += 1  # nothing is fed any more: its next owner tries again
+                    self._hand_back_works([work])  # nothing is fed any more: its next owner tries again
                 else:
                     self.totals.retries += 1
                     self._wait(work, now)
@@ -332,11 +368,14 @@ class Flow:
         Raises EngineError where the engine turns out to be lost; the work is handed back all the same.
         """
         is_current = self._source.is_current
-        num_dropped, stale_ids = self._window.drop_where(lambda work: not is_current(work.prepared.document.position))
-        num_dropped += self.outgoing.drop_what_is_not_ours()
-        if num_dropped:
-            self.totals.account.handed_back += num_dropped
-            logger.info("handed back the work of revoked partitions", documents=num_dropped)
+        dropped, stale_ids = self._window.drop_where(lambda work: not is_current(work.prepared.document.position))
+        stale = self.outgoing.drop_what_is_not_ours()
+        if self._redeliveries is not None:
+            stale += self._redeliveries.drop_what_is_not_ours()
+        if dropped or stale:
+            self._hand_back_works(dropped)
+            self._hand_back(stale)
+            logger.info("handed back the work of revoked partitions", documents=len(dropped) + len(stale))
         if stale_ids:
             self._engine.abort(stale_ids)  # last: what is dropped is accounted for, even if this finds the engine lost
 
@@ -344,18 +383,74 @@ class Flow:
         """What the engine has not begun costs nothing to hand back; what it has is ended and stored."""
         self._is_draining = True
         self._source.drain()
-        self.totals.account.handed_back += len(self._arrived) + self._window.drop_waiting()
+        self._hand_back([document.position for document, _ in self._arrived])
         self._arrived.clear()
+        self._hand_back_works(self._window.drop_waiting())
+        if self._redeliveries is not None:
+            self._hand_back(self._redeliveries.give_up())
+        self._count_skipped()
         logger.info("draining", **self.held())
 
     def _give_up(self) -> None:
         """The grace is over. What the sink has stays with it: closing it says what became of that."""
         logger.warning("the grace period ended before the work did", **self.held())
-        self.totals.account.handed_back += self._window.drop_running() + self.outgoing.give_up()
+        self._hand_back_works(self._window.drop_running())
+        self._hand_back(self.outgoing.give_up())
+
+    def give_up(self) -> None:
+        """Hands back all that the sink does not have: nothing can be stored any more."""
+        if not self._is_draining:
+            self._begin_drain()
+        self._give_up()
 
     def hand_back_storing(self) -> None:
         """Once the sink is closed: rows that it could not store, which come again to their next owner."""
-        self.totals.account.handed_back += self.outgoing.give_up_storing()
+        self._hand_back(self.outgoing.give_up_storing())
+
+    def _hand_back_works(self, works: Sequence[Work]) -> None:
+        self._hand_back([work.prepared.document.position for work in works])
+
+    def _hand_back(self, positions: Sequence[SourcePosition]) -> None:
+        for position in positions:
+            self.totals.ledger.end(position, Outcome.HANDED_BACK)
+        if positions:
+            self._source.hand_back(positions)
+
+    def close(self) -> None:
+        """Ends the look-up's thread; after the sink is closed, as that ends the waiting for Elasticsearch."""
+        if self._redeliveries is not None:
+            self._redeliveries.close()
+
+    def check_account(self) -> None:
+        """Compares the account with the queues, and with what the source itself counts as handed out.
+
+        Raises AccountError where they have differed for longer than threads can be out of step: a document was lost,
+        which only its next delivery can mend, or counted twice.
+        """
+        now, ledger = self._clock(), self.totals.ledger
+        in_queues = self._balance.observe(self.totals.account.imbalance(self.num_in_flight), now)
+        self.totals.disagreement = self._agreement.observe(self._source.num_handed_out - self._num_open_now(), now)
+        if in_queues or self.totals.disagreement:
+            raise AccountError(
+                f"the account does not balance: {ledger.total.sentence(self.num_in_flight)}, and the source has handed "
+                f"out {self._source.num_handed_out} of which {self._num_open_now()} are open here; {ledger.num_twice} "
+                "ended twice. Nothing is lost that is in Kafka: start the worker again, and report this"
+            )
+
+    def close_account(self, timeout_seconds: float = ACCOUNT_PATIENCE_SECONDS) -> None:
+        """At the end, with nothing in flight: waits until the source has heard of every ending, and notes what it has
+        not heard of."""
+        until = time.monotonic() + timeout_seconds
+        while (left := self._source.num_handed_out - self._num_open_now()) and time.monotonic() < until:
+            time.sleep(LOOK_UP_WAIT_SECONDS)
+        self.totals.disagreement = self.totals.disagreement or left
+
+    def _num_open_now(self) -> int:
+        """Documents that the account has open, of assignments that still hold."""
+        is_current = self._source.is_current
+        return self.totals.ledger.num_open_in(
+            lambda assignment: is_current(SourcePosition(assignment.topic, assignment.partition, 0, assignment.epoch))
+        )
 
     def _restart_engine(self, cause: EngineError) -> None:
         """Another engine, for the next turn to feed with those that may have killed this one, in halves, then alone.
@@ -377,7 +472,7 @@ class Flow:
         finally:
             self.totals.engine_restarts = self._engine.num_restarts
             if info is None:
-                self.totals.account.handed_back += self._window.drop_running()
+                self._hand_back_works(self._window.drop_running())
         if info is not None:
             self._use(info)
 

@@ -62,13 +62,7 @@ def _documents(readings: Readings) -> Iterable[Metric]:
     yield CounterMetricFamily("pagemill_documents_delivered", "Documents taken from Kafka", value=account.delivered)
     yield _by_label(
         CounterMetricFamily, "pagemill_documents_ended", "Documents by what became of them", "outcome",
-        {
-            "indexed": account.indexed,
-            "already_done": account.already_done,
-            "superseded": account.superseded,
-            "failed": account.failed,
-            "handed_back": account.handed_back,
-        },
+        account.outcomes(),
     )  # fmt: skip
     yield _by_label(
         CounterMetricFamily, "pagemill_documents_failed", "Failed rows by cause", "code", dict(totals.failures)
@@ -76,11 +70,11 @@ def _documents(readings: Readings) -> Iterable[Metric]:
     yield _by_label(
         GaugeMetricFamily, "pagemill_documents_in_flight", "Documents by where they are", "place", readings.held
     )
-    yield GaugeMetricFamily(
-        "pagemill_account_imbalance",
-        "Delivered less ended less in flight; anything but 0 while idle is a bug",
-        value=account.imbalance(sum(readings.held.values())),
-    )
+    yield _by_label(
+        GaugeMetricFamily, "pagemill_account_imbalance",
+        "Documents that one count has and another has not; anything but 0 that lasts for 20 s is a bug", "count",
+        {"queues": account.imbalance(sum(readings.held.values())), "source": totals.disagreement},
+    )  # fmt: skip
     yield GaugeMetricFamily(
         "pagemill_source_documents_in_flight",
         "Polled and not completed, as the source counts",

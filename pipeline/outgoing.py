@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from consumers.source import Source
-from pipeline.account import Totals
+from pipeline.account import Outcome, Totals
 from pipeline.failure_limits import FailureLimits, Gate
 from pipeline.results import build_rejection_row
 from pipeline.retry import Verdict
 from pipeline.rows import Row
 from pipeline.sink import RejectedRow
 from schemas.document import SourcePosition
-from schemas.errors import Failure
+from schemas.errors import Failure, FailureCode
 
 
 class RowSink(Protocol):
@@ -116,7 +116,7 @@ class OutgoingRows:
 
     def settle(self) -> None:
         """Accounts for what the sink's threads have said."""
-        account, parts = self._totals.account, self._totals.time
+        ledger, parts = self._totals.ledger, self._totals.time
         now = self._clock()
         while self._acknowledged:
             positions, verdict = self._acknowledged.popleft()
@@ -127,14 +127,9 @@ class OutgoingRows:
                 parts.storing += now - put
                 if failure is None:  # a failed row says nothing: it may stand for one that was rejected
                     self._limits.passed(Gate.ROW)
-                if verdict is Verdict.ALREADY_DONE:
-                    account.already_done += 1
-                elif verdict is Verdict.SUPERSEDED:
-                    account.superseded += 1
-                elif failure is None:
-                    account.indexed += 1
-                else:
-                    account.failed += 1
+                outcome = _outcome(verdict, failure)
+                ledger.end(position, outcome)
+                if failure is not None and outcome in (Outcome.FAILED, Outcome.CANCELLED):
                     self._totals.failures[failure.code.value] = self._totals.failures.get(failure.code.value, 0) + 1
         while self._rejected:
             rejected = self._rejected.popleft()
@@ -142,26 +137,36 @@ class OutgoingRows:
             result = build_rejection_row(rejected.row, rejected.failure)
             self.fail((result, rejected.version, rejected.position, rejected.index), rejected.failure)
 
-    def drop_what_is_not_ours(self) -> int:
-        """Dead letters of partitions that went elsewhere, which nobody will acknowledge; says how many.
+    def drop_what_is_not_ours(self) -> list[SourcePosition]:
+        """Dead letters of partitions that went elsewhere, which nobody will acknowledge; says which.
 
         Rows are stored all the same: the answer is right, and its next owner finds it there.
         """
         stale = [position for position in self._dead_lettering if not self._source.is_current(position)]
         for position in stale:
             del self._dead_lettering[position]
-        return len(stale)
+        return stale
 
-    def give_up(self) -> int:
-        """Drops what the sink does not have yet; says how many documents that were."""
-        num_dropped = len(self._rows) + len(self._dead_lettering)
+    def give_up(self) -> list[SourcePosition]:
+        """Drops what the sink does not have yet; says which documents that were."""
+        dropped = [position for _, _, position, _ in self._rows] + list(self._dead_lettering)
         self._rows = []
         self._dead_lettering.clear()
-        return num_dropped
+        return dropped
 
-    def give_up_storing(self) -> int:
-        """Once the sink is closed: rows that it could not store; says how many."""
+    def give_up_storing(self) -> list[SourcePosition]:
+        """Once the sink is closed: rows that it could not store; says which."""
         self.settle()
-        num_dropped = len(self._storing)
+        dropped = list(self._storing)
         self._storing.clear()
-        return num_dropped
+        return dropped
+
+
+def _outcome(verdict: Verdict, failure: Failure | None) -> Outcome:
+    if verdict is Verdict.ALREADY_DONE:
+        return Outcome.ALREADY_DONE
+    if verdict is Verdict.SUPERSEDED:
+        return Outcome.SUPERSEDED
+    if failure is None:
+        return Outcome.INDEXED
+    return Outcome.CANCELLED if failure.code is FailureCode.CANCELLED else Outcome.FAILED

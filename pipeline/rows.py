@@ -13,6 +13,7 @@ from pipeline.results import (
     build_answer,
     build_failure_row,
     build_receipt,
+    row_id,
     version_of,
 )
 from schemas.document import Document, DocumentResult, Receipt, RejectedDocument, SourcePosition
@@ -87,6 +88,11 @@ class RowBuilder:
             answered_at=answered_at,
         )
         return result, version_of(document), document.position, task.task.index if task is not None else None
+
+    def address(self, document: Document | RejectedDocument) -> tuple[str | None, str, int]:
+        """Where the document's row is or will be: the task's own index, the row's `_id`, its version."""
+        task = self._tasks.get(document.identity.task)
+        return task.task.index if task is not None else None, row_id(document.identity), version_of(document)
 
     def _receipt(self, prepared: PreparedDocument) -> Receipt:
         task = prepared.task

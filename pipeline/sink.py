@@ -25,6 +25,7 @@ from pipeline.connection import check_reachable, connect
 from pipeline.index import check_index, ensure_index
 from pipeline.results import row_id
 from pipeline.retry import BreakerOpen, TemporaryRefusal, Verdict, call_until_taken
+from pipeline.stored_rows import StoredRow, look_up
 from schemas.document import DocumentResult, Identity, SourcePosition
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.settings import ElasticsearchSettings
@@ -168,6 +169,36 @@ class ElasticsearchSink:
             # A writer waits for the first row, then for a full bulk; every row between would only wake it for nothing.
             if unencodable or (outbound and was_empty) or self._is_full():
                 self._work_came.notify()
+
+    def look_up(self, wanted: Sequence[tuple[str | None, str]]) -> list[StoredRow | None]:
+        """What is stored under each (index, or None for the settings'; `_id`), waiting where Elasticsearch is away.
+
+        Raises SinkError where it will never answer, which stops the sink; TemporaryRefusal where the sink is closed.
+        """
+        client = self._client
+        assert client is not None, "looked up before the start"
+        rows = [(index if index is not None else self._settings.index, row_id) for index, row_id in wanted]
+
+        def attempt() -> list[StoredRow | None]:
+            self._breaker.permit()
+            try:
+                found = look_up(client, rows)
+            except TemporaryRefusal:
+                self._breaker.failed()
+                raise
+            self._breaker.succeeded()
+            return found
+
+        try:
+            return call_until_taken(
+                attempt,
+                stop=self._stopping,
+                max_backoff_seconds=self._settings.max_backoff_seconds,
+                on_retry=self._note_retry,
+            )
+        except SinkError as error:
+            self._stop(error)
+            raise
 
     def check(self) -> None:
         """Raises the SinkError that stopped the writers, if one did."""

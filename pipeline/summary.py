@@ -6,6 +6,8 @@ from typing import Any
 from pipeline.account import Totals
 from schemas.inference import EngineStats
 
+NUM_EXAMPLES = 10
+
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
@@ -31,18 +33,14 @@ class RunSummary:
     @property
     def imbalance(self) -> int:
         """Anything but 0 is a bug of ours, and the run must not be called good."""
-        return self.totals.account.imbalance(self.num_in_flight)
+        return self.totals.account.imbalance(self.num_in_flight) or self.totals.disagreement
 
     def event(self) -> dict[str, Any]:
         """The numbers, flat, for one log line."""
         account, totals = self.totals.account, self.totals
         return {
             "delivered": account.delivered,
-            "indexed": account.indexed,
-            "already_done": account.already_done,
-            "superseded": account.superseded,
-            "failed": account.failed,
-            "handed_back": account.handed_back,
+            **account.outcomes(),
             "in_flight": self.num_in_flight,
             "imbalance": self.imbalance,
             "seconds": round(self.seconds, 3),
@@ -80,6 +78,9 @@ class RunSummary:
             lines.append("the engine's steps: " + ", ".join(f"{part} {spent:.2f} s" for part, spent in steps))
         if self.imbalance:
             lines.append(f"the account does not balance: {self.imbalance} documents are unaccounted for")
+            ledger = totals.ledger
+            lines += [f"  {book}: {number}" for book, number in sorted(ledger.unbalanced().items())]
+            lines += [f"  such as {position}" for position in ledger.examples(NUM_EXAMPLES)]
         return lines
 
 

@@ -117,29 +117,25 @@ class EngineWindow:
             self._running_tokens -= len(work.prepared.token_ids)
         return work
 
-    def drop_where(self, is_unwanted: Callable[[Work], bool]) -> tuple[int, list[int]]:
-        """Drops work wherever it is: how many documents, and the ids of the requests that the engine should abort."""
+    def drop_where(self, is_unwanted: Callable[[Work], bool]) -> tuple[list[Work], list[int]]:
+        """Drops work wherever it is: that work, and the ids of the requests that the engine should abort."""
         stale_ids = [request_id for request_id, work in self._running.items() if is_unwanted(work)]
-        for request_id in stale_ids:
-            self.end(request_id)
-        self._suspects.forget(stale_ids)
-        return self._batcher.remove_where(is_unwanted) + len(stale_ids), stale_ids
+        return self._batcher.remove_where(is_unwanted) + self._drop(stale_ids), stale_ids
 
-    def drop_waiting(self) -> int:
-        """Drops all that waits; how many documents that was."""
-        suspected = self._suspects.waiting()
-        for request_id in suspected:
-            self.end(request_id)
-        self._suspects.forget(suspected)
-        return self._batcher.clear() + len(suspected)
+    def drop_waiting(self) -> list[Work]:
+        """Drops all that waits, and returns it."""
+        return self._batcher.clear() + self._drop(sorted(self._suspects.waiting()))
 
-    def drop_running(self) -> int:
-        """Drops all that the engine has or had; how many documents that was."""
-        num_dropped = len(self._running)
-        self._running.clear()
+    def drop_running(self) -> list[Work]:
+        """Drops all that the engine has or had, and returns it."""
+        dropped = self._drop(list(self._running))
         self._suspects.clear()
-        self._running_tokens = 0
-        return num_dropped
+        return dropped
+
+    def _drop(self, request_ids: Sequence[int]) -> list[Work]:
+        works = [self.end(request_id) for request_id in request_ids]
+        self._suspects.forget(request_ids)
+        return [work for work in works if work is not None]
 
 
 def _request(request_id: int, work: Work) -> InferenceRequest:

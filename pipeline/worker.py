@@ -31,7 +31,16 @@ from pipeline.rows import RowBuilder
 from pipeline.sink import ElasticsearchSink
 from pipeline.summary import RunSummary
 from pipeline.supervisor import EngineSupervisor
-from schemas.errors import EngineError, FailureLimitError, ModelError, SettingsError, SourceError
+from schemas.errors import (
+    AccountError,
+    EngineError,
+    FailureLimitError,
+    ModelError,
+    PagemillError,
+    SettingsError,
+    SinkError,
+    SourceError,
+)
 from schemas.inference import EngineInfo, InferenceRequest, SamplingParams
 from schemas.settings import Settings, require_addresses
 
@@ -117,6 +126,7 @@ class Worker:
                     settings.worker.failed_window_documents,
                     settings.worker.max_consecutive_failures,
                 ),
+                look_up=sink.look_up,
             )
             info = flow.open_engine()
             logger.info("engine started", model=info.model, device=info.device, seconds=info.start_seconds)
@@ -125,19 +135,35 @@ class Worker:
             self._flow = flow  # from here on a signal drains
             parts.enter_context(_rare_collections())
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
-            try:
-                flow.run(until_drained, lambda: self._tell_turn(flow))
-            except (SourceError, FailureLimitError, EngineError, ModelError, SettingsError):
-                # The last two: of an engine started again.
-                flow.request_drain(settings.worker.grace_seconds)  # nothing computed is thrown away
-                flow.run()
-                raise
-            sink.drain(max(STORE_SECONDS, flow.grace_left()))
+            stopped_by = self._run_flow(flow, source, until_drained)
+            if not isinstance(stopped_by, SinkError):
+                sink.drain(max(STORE_SECONDS, flow.grace_left()))
             sink.close()
+            flow.close()
             flow.hand_back_storing()
+            flow.close_account()
             summary = RunSummary(flow.totals, flow.engine_stats, flow.num_in_flight)
         logger.info("worker ended", **summary.event())
+        if stopped_by is not None:
+            raise stopped_by
         return summary
+
+    def _run_flow(self, flow: Flow, source: Source, until_drained: bool) -> PagemillError | None:
+        """What stopped it before its time, once all that can be stored all the same is on its way: nothing computed is
+        thrown away."""
+        try:
+            flow.run(until_drained, lambda: self._tell_turn(flow))
+        except SinkError as error:
+            flow.give_up()
+            return error
+        except (SourceError, FailureLimitError, AccountError, EngineError, ModelError, SettingsError) as error:
+            # ModelError and SettingsError: of an engine that was started again.
+            if isinstance(error, EngineError):
+                source.expect_no_clean_end()
+            flow.request_drain(self._settings.worker.grace_seconds)
+            flow.run()
+            return error
+        return None
 
     @property
     def http_port(self) -> int:

@@ -7,6 +7,7 @@
     ├── SourceError        Kafka: unreachable, refused, a topic or range that is gone
     ├── SinkError          Elasticsearch: unreachable, refused, a mapping that disagrees
     ├── FailureLimitError  too many documents fail: it is the deployment that is wrong, not they
+    ├── AccountError       a document was lost or counted twice: a bug of ours
     ├── DemoError          the demo cannot run on this machine: an extra, a port, the network or the disk
     └── DocumentError      one document cannot be answered; becomes a Failure when it leaves its stage
 
@@ -44,6 +45,10 @@ class SinkError(PagemillError):
 
 class FailureLimitError(PagemillError):
     """Too many documents fail: a wrong deployment, which must not turn a backlog into dead letters."""
+
+
+class AccountError(PagemillError):
+    """The account of documents does not balance: one was lost or counted twice."""
 
 
 class DemoError(PagemillError):

@@ -46,6 +46,7 @@ class Behaviour:
     die_on_token: int = -1  # dies when a prompt that holds this token is stepped
     hang_on_token: int = -1  # likewise, the step does not end
     not_finite_on_token: int = -1  # likewise, that request fails by NUMERIC_ERROR
+    hold_on_token: int = -1  # a prompt that holds this token is never answered
 
 
 def answer(request: InferenceRequest) -> InferenceOutput:
@@ -89,6 +90,8 @@ class FakeEngine:
         self._num_sampled_tokens = 0
 
     def add_request(self, request: InferenceRequest) -> None:
+        if self._behaviour.hold_on_token in request.token_ids:
+            return
         self._waiting.setdefault(request.priority, deque()).append(request)
         self._num_waiting += 1
 

@@ -130,12 +130,12 @@ class Servers:
         finally:
             client.close()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, at_most: int = 10_000) -> list[dict[str, Any]]:
         """Every row of the index with its `_id`."""
         client = Elasticsearch(self.elasticsearch)
         try:
             client.indices.refresh(index=self.index)
-            hits = client.search(index=self.index, query={"match_all": {}}, size=10_000)["hits"]["hits"]
+            hits = client.search(index=self.index, query={"match_all": {}}, size=at_most)["hits"]["hits"]
             return [{"_id": hit["_id"], **hit["_source"]} for hit in hits]
         finally:
             client.close()

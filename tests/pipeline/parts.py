@@ -84,7 +84,6 @@ class MemorySource:
         self.handed_back: list[int] = []
         self.skipped: Counter[Assignment] = Counter()
         self.started = 0  # one past the highest offset that an earlier owner had
-        self.crashes: dict[int, int] = {}  # offset -> workers that died with it
         self.dead_letters: list[tuple[SourcePosition, Failure]] = []
         self.epoch = 1
         self.holds_dead_letters = False
@@ -136,8 +135,7 @@ class MemorySource:
     def started_before(self, position: SourcePosition) -> int:
         return self.started
 
-    def num_crashes(self, position: SourcePosition) -> int:
-        return self.crashes.get(position.offset, 0)
+    def expect_no_clean_end(self) -> None: ...
 
     def is_current(self, position: SourcePosition) -> bool:
         return position.epoch == self.epoch
@@ -149,6 +147,11 @@ class MemorySource:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_handed_out(self) -> int:
+        with self._lock:
+            return sum(map(self.is_current, self._in_flight))
 
     def is_drained(self) -> bool:
         return not self._waiting and not self._in_flight

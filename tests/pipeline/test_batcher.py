@@ -143,10 +143,10 @@ def test_unwanted_documents_leave_wherever_they_wait() -> None:
     add(batcher, "waits", (B,), now=90.0)
     add(batcher, "waits too", (C,), now=90.0)
     assert batcher.next_batch(10, now=100.0) == ["urgent"]
-    assert batcher.remove_where(lambda name: name in ("urgent too", "waits")) == 2
+    assert batcher.remove_where(lambda name: name in ("urgent too", "waits")) == ["urgent too", "waits"]
     assert batcher.num_tokens == 10
     assert batcher.next_batch(1000, now=100.0) == ["waits too"]
-    assert batcher.clear() == 0
+    assert batcher.clear() == []
 
 
 _HASHES = st.lists(st.sampled_from([A, B, C]), max_size=4)
@@ -184,15 +184,8 @@ def test_every_document_leaves_exactly_once(steps: list[tuple[object, ...]]) -> 
             case ("wait", float(seconds)):
                 now += seconds
             case ("drop", int(remainder)):
-                dropped: list[int] = []
-
-                def is_unwanted(document: int, remainder: int = remainder, dropped: list[int] = dropped) -> bool:
-                    if document % 6 == remainder:
-                        dropped.append(document)
-                        return True
-                    return False
-
-                assert batcher.remove_where(is_unwanted) == len(dropped)
+                dropped = batcher.remove_where(lambda document, remainder=remainder: document % 6 == remainder)  # type: ignore[misc]
+                assert all(document % 6 == remainder for document in dropped)
                 left += dropped
         assert len(batcher) == len(sizes) - len(left)
         assert batcher.num_tokens == sum(sizes) - sum(sizes[i] for i in left)

@@ -10,20 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.client import DEFAULT_COMMAND, EngineClient
+from pipeline.account import Outcome
 from pipeline.failure_limits import FailureLimits
-from pipeline.flow import WAIT_SECONDS, Flow
+from pipeline.flow import ACCOUNT_PATIENCE_SECONDS, WAIT_SECONDS, Flow
 from pipeline.prompts import PromptBuilder, compile_tasks
-from pipeline.results import WorkerIdentity
+from pipeline.redelivery import LookUp
+from pipeline.results import WorkerIdentity, row_version
 from pipeline.retry import Verdict
 from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
+from pipeline.stored_rows import StoredRow
 from pipeline.supervisor import EngineSupervisor
 from schemas.document import DocumentResult, SourcePosition
 from schemas.errors import (
+    AccountError,
     EngineError,
     Failure,
     FailureCode,
@@ -35,7 +40,7 @@ from schemas.errors import (
 )
 from schemas.inference import EngineInfo, EngineSettings, InferenceOutput, InferenceRequest, ModelSettings
 from schemas.task import Task
-from tests.fakes import fake_engine_command
+from tests.fakes import FakeClock, fake_engine_command
 from tests.pipeline.parts import ByteTokenizer, MemorySource, make_document, make_rejected
 from tests.tiny_models import write_tiny_model
 
@@ -97,6 +102,8 @@ class Bench:
         restarts: int = 3,
         limits: FailureLimits | None = None,
         model: ModelSettings | None = None,
+        look_up: LookUp | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source = source
         self.sink = MemorySink()
@@ -114,6 +121,8 @@ class Bench:
             max_tokens_per_step=64,
             urgent_after_seconds=300.0,
             limits=limits,
+            look_up=look_up,
+            clock=clock,
         )
         self.sink.acknowledged = self.flow.outgoing.acknowledged
         self.sink.rejected = self.flow.outgoing.rejected
@@ -138,18 +147,14 @@ MakeStage = Callable[..., Bench]
 def make_stage() -> Iterator[MakeStage]:
     made: list[Bench] = []
 
-    def make(
-        source: MemorySource,
-        *engines: dict[str, float | str],
-        restarts: int = 3,
-        limits: FailureLimits | None = None,
-    ) -> Bench:
+    def make(source: MemorySource, *engines: dict[str, float | str], restarts: int = 3, **options: Any) -> Bench:
         commands = [fake_engine_command(**behaviour) for behaviour in engines or ({},)]
-        made.append(Bench(commands, source, restarts, limits))
+        made.append(Bench(commands, source, restarts, **options))
         return made[-1]
 
     yield make
     for stage in made:
+        stage.flow.close()
         for client in stage.started:
             client.close()
 
@@ -533,6 +538,7 @@ def test_draining_ends_what_the_engine_has_and_hands_the_rest_back(make_stage: M
     stage.flow.run()
     account = stage.flow.totals.account
     assert source.is_draining
+    assert len(source.handed_back) == account.handed_back
     assert account.indexed == len(stage.sink.rows) >= num_in_engine
     assert account.handed_back == 100 - account.indexed > 0
     assert stage.balance() == (0, 0)
@@ -733,3 +739,103 @@ def test_rows_that_elasticsearch_rejects_stop_the_flow_though_their_failed_rows_
     stage.sink.refused = {f"d{offset}" for offset in range(60)}
     with pytest.raises(FailureLimitError, match="the last 20 rows failed, all in a row"):
         stage.run()
+
+
+def test_what_has_a_row_already_is_completed_without_being_computed(make_stage: MakeStage) -> None:
+    source = MemorySource([make_rejected(0), *(make_document(offset) for offset in range(1, 100))])
+    source.started = 100
+    names = {"default:default:documents/0/0": 0, **{f"default:default:d{offset}": offset for offset in range(1, 60)}}
+
+    def look_up(wanted: Sequence[tuple[str | None, str]]) -> list[StoredRow | None]:
+        stored = [names.get(name) for _, name in wanted]
+        return [None if at is None else StoredRow(row_version(1000 + at, at, 0), "documents", 0, at) for at in stored]
+
+    stage = make_stage(source, look_up=look_up)
+    stage.run()
+    account = stage.flow.totals.account
+    assert (account.delivered, account.already_done, account.indexed, account.failed) == (100, 60, 40, 0)
+    assert sorted(stage.sink.rows) == sorted(f"d{offset}" for offset in range(60, 100))
+    assert sorted(source.completed) == list(range(100))
+    assert source.dead_letters == []
+    assert stage.balance() == (0, 0)
+
+
+def test_while_elasticsearch_is_away_what_may_have_a_row_is_held_and_a_drain_hands_it_back(
+    make_stage: MakeStage,
+) -> None:
+    source = MemorySource([make_document(offset) for offset in range(10)])
+    is_back = threading.Event()
+
+    def look_up(wanted: Sequence[tuple[str | None, str]]) -> list[StoredRow | None]:
+        is_back.wait(30.0)
+        return [None] * len(wanted)
+
+    stage = make_stage(source, look_up=look_up)
+    stage.flow.open_engine()
+    for _ in range(5):
+        stage.flow.turn()
+    assert stage.flow.held()["looked_up"] == 10
+    assert stage.balance() == (10, 0)
+    stage.flow.request_drain(10.0)
+    stage.flow.run()
+    is_back.set()
+    assert stage.flow.totals.account.handed_back == 10
+    assert sorted(source.handed_back) == list(range(10))
+    assert stage.balance() == (0, 0)
+
+
+def test_what_the_source_passed_over_is_delivered_and_already_done(make_stage: MakeStage) -> None:
+    first = make_document(0)
+    source = MemorySource([first])
+    source.skipped[first.position.assignment] = 7
+    stage = make_stage(source)
+    stage.run()
+    account = stage.flow.totals.account
+    assert (account.delivered, account.already_done, account.indexed) == (8, 7, 1)
+    assert stage.balance() == (0, 0)
+
+
+def test_a_document_that_is_in_no_queue_stops_the_worker_once_that_lasts(make_stage: MakeStage) -> None:
+    clock = FakeClock()
+    stage = make_stage(
+        MemorySource([make_document(offset) for offset in range(3)]), {"step_seconds": 60.0}, clock=clock
+    )
+    stage.flow.open_engine()
+    stage.flow.turn()
+    stage.flow._window._running.popitem()
+    for _ in range(int(ACCOUNT_PATIENCE_SECONDS) - 1):
+        clock.advance(1.0)
+        stage.flow.check_account()
+    clock.advance(2.0)
+    with pytest.raises(AccountError, match=r"delivered 3 = indexed 0 .* in flight 2, and the source has handed out 3"):
+        stage.flow.check_account()
+
+
+def test_a_document_that_the_source_never_hears_of_is_an_imbalance_of_the_run(make_stage: MakeStage) -> None:
+    clock = FakeClock()
+    stage = make_stage(
+        MemorySource([make_document(offset) for offset in range(3)]), {"step_seconds": 60.0}, clock=clock
+    )
+    stage.flow.open_engine()
+    stage.flow.turn()
+    lost = stage.flow._window._running.popitem()[1]
+    stage.flow.totals.ledger.end(lost.prepared.document.position, Outcome.INDEXED)
+    assert stage.balance() == (2, 0), "the account alone does not show it"
+    stage.flow.check_account()
+    clock.advance(ACCOUNT_PATIENCE_SECONDS)
+    with pytest.raises(AccountError, match="handed out 3 of which 2 are open here"):
+        stage.flow.check_account()
+    stage.flow.close_account(timeout_seconds=0.0)
+    assert stage.flow.totals.disagreement == 1
+
+
+def test_documents_of_a_lost_assignment_are_no_disagreement(make_stage: MakeStage) -> None:
+    source = MemorySource([make_document(0), make_document(1)])
+    stage = make_stage(source)
+    stage.sink.holds = True
+    stage.flow.open_engine()
+    while len(stage.sink.held) < 2:
+        stage.flow.turn()
+    source.epoch = 2
+    stage.flow.close_account(timeout_seconds=0.0)
+    assert stage.flow.totals.disagreement == 0

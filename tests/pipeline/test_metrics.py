@@ -22,13 +22,14 @@ def values(readings: Readings) -> dict[str, float]:
 def moved() -> Readings:
     """Every number differs from every other and from 0."""
     totals = Totals(
-        Account(delivered=1000, indexed=1, already_done=2, superseded=3, failed=4, handed_back=5),
+        Account(delivered=1000, indexed=1, already_done=2, superseded=3, failed=4, handed_back=5, cancelled=6),
         prompt_tokens=6,
         cached_tokens=7,
         completion_tokens=8,
         retries=9,
         engine_restarts=10,
         failures={"BAD_MESSAGE": 11},
+        disagreement=12,
     )
     totals.time.waiting, totals.time.engine, totals.time.storing = 12.5, 13.5, 14.5
     totals.time.engine_queue, totals.time.engine_prefill, totals.time.engine_decode = 15.5, 16.5, 17.5
@@ -60,7 +61,8 @@ def test_the_names_that_dashboards_rely_on() -> None:
     assert after["pagemill_documents_ended_total{outcome=indexed}"] == 1
     assert after["pagemill_documents_failed_total{code=BAD_MESSAGE}"] == 11
     assert after["pagemill_documents_in_flight{place=batcher}"] == 71
-    assert after["pagemill_account_imbalance"] == 1000 - 15 - 141
+    assert after["pagemill_account_imbalance{count=queues}"] == 1000 - 21 - 141
+    assert after["pagemill_account_imbalance{count=source}"] == 12
     assert after["pagemill_engine_step_seconds_total{part=forward}"] == 41.5
     assert after["pagemill_ready{part=engine}"] == 1
     assert all(name.startswith("pagemill_") for name in after)

@@ -1,7 +1,8 @@
 """What a run says at its end."""
 
-from pipeline.account import Account, Totals
+from pipeline.account import Account, Outcome, Totals
 from pipeline.summary import RunSummary
+from schemas.document import Assignment, SourcePosition
 from schemas.inference import EngineStats
 
 
@@ -27,7 +28,8 @@ def test_it_says_what_came_of_it_and_where_the_time_went() -> None:
     assert summary.lines() == [
         "7 answered, 2 failed in 2.0 s: 5.5 documents/s",
         "tokens: 1000 of prompts (25% found in the prefix cache), 90 of answers",
-        "account: delivered 14 = indexed 7 + already done 1 + superseded 1 + failed 2 + handed back 3 + in flight 0",
+        "account: delivered 14 = indexed 7 + already done 1 + superseded 1 + failed 2 + cancelled 0 + "
+        "handed back 3 + in flight 0",
         "failures: BAD_MESSAGE 2",
         "a document's mean time: waiting 100 ms, engine 500 ms (queue 100 ms, prefill 200 ms, decode 200 ms), "
         "storing 50 ms",
@@ -42,6 +44,26 @@ def test_a_document_that_is_unaccounted_for_is_said() -> None:
     summary = make(delivered=15)
     assert summary.imbalance == 1
     assert summary.lines()[-1] == "the account does not balance: 1 documents are unaccounted for"
+
+
+def test_who_is_unaccounted_for_is_named_by_book_and_by_example() -> None:
+    totals = Totals()
+    for offset in range(3):
+        totals.ledger.deliver(SourcePosition("documents", 2, offset, epoch=7), "nightly")
+    totals.ledger.end(SourcePosition("documents", 2, 1, epoch=7), Outcome.INDEXED)
+    totals.ledger.skip(Assignment("documents", 2, 7), 5)
+    assert RunSummary(totals, EngineStats(), 0).lines()[-4:] == [
+        "the account does not balance: 2 documents are unaccounted for",
+        "  documents/2, epoch 7, job nightly: 2",
+        "  such as documents/2/0",
+        "  such as documents/2/2",
+    ]
+
+
+def test_documents_that_the_source_still_has_out_unbalance_a_run_too() -> None:
+    totals = Totals(disagreement=4)
+    assert RunSummary(totals, EngineStats(), 0).imbalance == 4
+    assert RunSummary(totals, EngineStats(), 0).event()["imbalance"] == 4
 
 
 def test_a_run_without_documents_says_so() -> None:

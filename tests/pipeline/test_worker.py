@@ -224,7 +224,8 @@ def test_a_running_worker_tells_that_it_is_ready_and_what_it_counted(place: Plac
     )
     assert metrics["pagemill_documents_delivered_total"] == "30.0"
     assert metrics['pagemill_documents_ended_total{outcome="indexed"}'] == "30.0"
-    assert metrics["pagemill_account_imbalance"] == "0.0"
+    assert metrics['pagemill_account_imbalance{count="queues"}'] == "0.0"
+    assert metrics['pagemill_account_imbalance{count="source"}'] == "0.0"
     assert not any("d1" in name or place.topic in name for name in metrics)
 
 
