@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from uuid import UUID
 
 from kafka import KafkaConsumer, TopicPartition
@@ -16,13 +16,10 @@ from kafka.consumer.subscription_state import ConsumerRebalanceListener
 from kafka.coordinator.assignors.cooperative_sticky import CooperativeStickyAssignor
 from kafka.coordinator.assignors.range import RangePartitionAssignor
 from kafka.errors import (
-    AuthorizationError,
     FencedInstanceIdError,
     KafkaError,
-    LogTruncationError,
     NoOffsetForPartitionError,
     OffsetMetadataTooLargeError,
-    OffsetOutOfRangeError,
     RebalanceInProgressError,
     RetriableError,
 )
@@ -31,6 +28,7 @@ from kafka.structs import MemberState, OffsetAndMetadata
 from consumers.commit_metadata import Progress, decode, encode
 from consumers.connection import client_options
 from consumers.offsets import Commit, OffsetTracker, Partition
+from consumers.unreadable import why_unreadable
 from schemas.document import RawMessage, SourcePosition
 from schemas.errors import SourceError
 from schemas.settings import KafkaSettings
@@ -128,7 +126,7 @@ class GroupMember:
         except Exception as error:
             self._failed = True
             self._check_topic_ids()  # another topic under the name has many symptoms
-            self._raise_unreadable(error)
+            raise SourceError(why_unreadable(error, self._settings, self._consumer)) from error
         self._check_fenced()
         self._keep_joining()
         self._check_topic_ids()
@@ -309,7 +307,8 @@ class GroupMember:
             is_fenced = is_joined and not coordinator._heartbeat_enabled
         if is_fenced:
             self._failed = True
-            self._raise_unreadable(FencedInstanceIdError(self._settings.group_instance_id))
+            error = FencedInstanceIdError(self._settings.group_instance_id)
+            raise SourceError(why_unreadable(error, self._settings, self._consumer))
 
     def _check_topic_ids(self) -> None:
         """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""
@@ -394,66 +393,6 @@ class GroupMember:
             "commits go on without metadata, so that a restart looks more documents up: the broker's "
             "offset.metadata.max.bytes is lower than 4096"
         )
-
-    def _raise_unreadable(self, error: Exception) -> NoReturn:
-        settings = self._settings
-        if isinstance(error, OffsetOutOfRangeError):
-            raise SourceError(self._lost_range(error)) from error
-        if isinstance(error, LogTruncationError):
-            raise SourceError(self._cut_range(error)) from error
-        if isinstance(error, FencedInstanceIdError):
-            raise SourceError(
-                f"another worker has taken over the group_instance_id {settings.group_instance_id!r} in the group "
-                f"{settings.group!r}: give every worker its own"
-            ) from error
-        if isinstance(error, AuthorizationError):
-            raise SourceError(
-                f"the Kafka user {settings.sasl_username!r} may not read {', '.join(settings.topics)} as group "
-                f"{settings.group!r}: {error}"
-            ) from error
-        where = ", ".join(f"{p.topic}/{p.partition} from offset {self._cached_position(p)}" for p in self._assigned())
-        raise SourceError(
-            f"records from Kafka cannot be read: {type(error).__name__}: {error}. It is in one of: "
-            f"{where or 'no partition is assigned'}. A missing compression codec must be installed; a corrupt batch "
-            f"must be skipped by setting the group {settings.group!r} past it (kafka-consumer-groups --reset-offsets)."
-        ) from error
-
-    def _lost_range(self, error: OffsetOutOfRangeError) -> str:
-        wanted: dict[TopicPartition, int] = error.args[0] if error.args and isinstance(error.args[0], dict) else {}
-        try:
-            starts = self._consumer.beginning_offsets(list(wanted), timeout_ms=_LOOKUP_TIMEOUT_MS)
-            ends = self._consumer.end_offsets(list(wanted), timeout_ms=_LOOKUP_TIMEOUT_MS)
-        except KafkaError:
-            starts, ends = {}, {}
-        told = []
-        for partition, offset in wanted.items():
-            name, start, end = f"{partition.topic}/{partition.partition}", starts.get(partition), ends.get(partition)
-            if start is not None and offset < start:
-                told.append(f"{name}: offsets {offset} to {start - 1} were deleted before they were read")
-            else:
-                told.append(f"{name}: the group is at {offset}, the partition ends at {end}; was it made again?")
-        return (
-            f"the group {self._settings.group!r} cannot go on where it stopped. {'; '.join(told)}. To go on without "
-            "them: kafka-consumer-groups --reset-offsets --to-earliest, with no worker running."
-        )
-
-    def _cut_range(self, error: LogTruncationError) -> str:
-        told = []
-        for partition, end in error.divergent_offsets.items():
-            where = "some offset" if end is None else f"offset {end.offset}"
-            told.append(f"{partition.topic}/{partition.partition}: from {where} to {self._cached_position(partition)}")
-        return (
-            f"the broker has lost records that we had read (an unclean leader election): {'; '.join(told)}. Rows made "
-            "of them stay. To go on with what stands there now: kafka-consumer-groups --reset-offsets --to-offset with "
-            f"the first of these, for the group {self._settings.group!r}, with no worker running."
-        )
-
-    def _assigned(self) -> list[TopicPartition]:
-        return sorted(self._consumer.assignment())
-
-    def _cached_position(self, partition: TopicPartition) -> object:
-        position = self._consumer._subscription.position(partition)
-        return "unknown" if position is None else position.offset
 
 
 @dataclass(frozen=True, slots=True)

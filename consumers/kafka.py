@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from consumers.dead_letter import DeadLetter, DeadLetterWriter
 from consumers.decode import decode_document
@@ -203,7 +202,7 @@ class KafkaSource:
     def _decode(self, raw: RawMessage, limit: int) -> Document | RejectedDocument:
         document = decode_document(raw, limit)
         if isinstance(document, Document) and (crash_count := self._tracker.num_crashes(raw.position)):
-            return replace(document, crash_count=crash_count)
+            return document._replace(crash_count=crash_count)
         return document
 
     def _room(self) -> int:

@@ -64,7 +64,8 @@ class Redeliveries:
 
     def sift(self, documents: Sequence[AnyDocument]) -> list[AnyDocument]:
         """Those that nobody can have worked on before; the others are held."""
-        fresh, held = [], []
+        fresh: list[AnyDocument] = []
+        held: list[AnyDocument] = []
         for document in documents:
             (held if self._is_suspected(document.position) else fresh).append(document)
         if held:
@@ -145,7 +146,7 @@ class Redeliveries:
             for document, (_, _, version), row in zip(documents, addresses, found, strict=True):
                 verdict = None
                 if row is not None and row.version >= version:
-                    verdict = Verdict.ALREADY_DONE if row.comes_from(document.position) else Verdict.SUPERSEDED
+                    verdict = Verdict.ALREADY_DONE if row.comes_from(document.source) else Verdict.SUPERSEDED
                     num_done += 1
                 self._answered.append((document, verdict))
             if num_done:

@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from uuid import UUID
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.structs import OffsetAndMetadata
 
 from consumers.kafka import KafkaSource
 from schemas.document import Document, RejectedDocument
@@ -91,6 +93,27 @@ class BrokerView:
         offsets = self._admin.list_group_offsets(settings.group)[settings.group]
         offset = offsets.get(TopicPartition(settings.topics[0], partition))
         return None if offset is None else int(offset.offset)
+
+    def metadata(self, settings: KafkaSettings, partition: int = 0) -> str:
+        """What the group's commit in the first topic says beside its offset."""
+        offsets = self._admin.list_group_offsets(settings.group)[settings.group]
+        return str(offsets[TopicPartition(settings.topics[0], partition)].metadata)
+
+    def topic_id(self, topic: str) -> UUID:
+        (described,) = self._admin.describe_topics([topic])
+        return UUID(str(described["topic_id"]))
+
+    def commit(self, settings: KafkaSettings, offset: int, metadata: str = "", partition: int = 0) -> None:
+        """As an operator does with no worker running."""
+        consumer = KafkaConsumer(
+            bootstrap_servers=self._bootstrap_servers, group_id=settings.group, enable_auto_commit=False
+        )
+        try:
+            topic_partition = TopicPartition(settings.topics[0], partition)
+            consumer.assign([topic_partition])
+            consumer.commit({topic_partition: OffsetAndMetadata(offset, metadata)})
+        finally:
+            consumer.close()
 
     def records(self, topic: str, num_records: int) -> list[Any]:
         """The first so many records of the topic's partition 0."""

@@ -1,7 +1,11 @@
 """Several members of one group on a real broker: hand-overs, a death, and what the broker holds afterwards."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +40,11 @@ def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
 
 
 @contextmanager
-def member_process(bootstrap_servers: str, topic: str, assignor: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.consumers.member", bootstrap_servers, topic, assignor]
+def member_process(
+    bootstrap_servers: str, topic: str, assignor: str, log: Path, max_poll_interval_seconds: str = "300"
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.consumers.member"]
+    command += [bootstrap_servers, topic, assignor, max_poll_interval_seconds]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.DEVNULL)
     try:
@@ -209,3 +216,103 @@ def test_a_second_worker_with_the_same_instance_id_stops_a_first_that_has_nothin
             with pytest.raises(SourceError, match="group_instance_id 'slot-1'"):
                 poll_until_it_stops(first, [])  # its next heartbeat is what tells
             assert second.poll(1, 0.0) == []
+
+
+def work_off(source: KafkaSource, seen: Counter[int]) -> None:
+    documents = source.poll(50, 0.02)
+    seen.update(document.position.offset for document in documents)
+    source.complete([document.position for document in documents])
+
+
+def test_a_partition_that_moves_back_and_forth_is_read_on_where_each_owner_left_it(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(num_partitions=2))
+    for partition in range(2):
+        produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(12)), partition=partition)
+    with running(settings) as first:
+        held = take(first, 24)  # of which, in each partition, every third stays in flight
+        late = [document.position for document in held if document.position.offset % 3 == 0]
+        first.complete([document.position for document in held if document.position not in late])
+        for _ in range(2):
+            epochs = {position.partition: position.epoch for position in late}
+            with running(settings, "worker-2") as second:
+                moved = take(second, 4)  # what was complete beyond the commit is passed over
+                (partition,) = partitions_of(moved)
+                assert [document.position.offset for document in moved] == [0, 3, 6, 9]
+                assert second.take_skipped() == {moved[0].position.assignment: 8}
+                wait_until(lambda: first.num_in_flight == 4, "the first one's work there is fenced")
+                first.complete([position for position in late if position.partition == partition])
+            back = take(first, 4)
+            assert [document.position.offset for document in back] == [0, 3, 6, 9], "the second one completed none"
+            assert partitions_of(back) == {partition}
+            assert all(document.position.epoch > epochs[partition] for document in back)
+            late = [position for position in late if position.partition != partition]
+            late += [document.position for document in back]
+        assert not any(document.crash_count for document in back if isinstance(document, Document)), "nobody died"
+        first.complete(late)
+        wait_until(first.is_drained, "all is complete")
+    assert [broker_view.committed(settings, partition) for partition in range(2)] == [12, 12]
+
+
+def test_a_member_frozen_for_longer_than_its_session_commits_nothing_of_what_went_elsewhere(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView, tmp_path: Path
+) -> None:
+    bootstrap_servers, topic = kafka_broker.bootstrap_servers, kafka_topic()
+    settings = kafka_settings(bootstrap_servers, topic, session_timeout_seconds=3.0)
+    log = tmp_path / "member.log"
+    produce(bootstrap_servers, topic, prompts(*range(100)))
+    seen: Counter[int] = Counter()
+    with member_process(bootstrap_servers, topic, "cooperative-sticky", log, "2.0") as member:
+        wait_until(lambda: len(log.read_text().split()) == 100, "the member has answered all")
+        wait_until(lambda: broker_view.committed(settings) == 100, "and committed")
+        os.kill(member.pid, signal.SIGSTOP)
+        with running(settings) as source:
+            produce(bootstrap_servers, topic, prompts(*range(100)))
+            documents = take(source, 100)  # once its session, and its poll interval with it, are over
+            os.kill(member.pid, signal.SIGCONT)
+            source.complete([document.position for document in documents[50:]])
+            for _ in range(100):  # the thawed one joins again, and gives up what is no longer its own
+                work_off(source, seen)
+                assert broker_view.committed(settings) == 100, "and commits nothing past what is in flight here"
+            source.complete([document.position for document in documents[:50]])
+            wait_until(lambda: broker_view.committed(settings) == 200, "all is complete")
+    assert not seen
+
+
+@pytest.mark.slow
+def test_twenty_joins_and_leaves_in_a_minute_lose_nothing_and_repeat_little(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    bootstrap_servers, topic = kafka_broker.bootstrap_servers, kafka_topic(num_partitions=4)
+    settings = kafka_settings(bootstrap_servers, topic)
+    seen: Counter[tuple[int, int]] = Counter()
+    num_sent, num_changes, started = 0, 0, time.monotonic()
+
+    def work(*sources: KafkaSource) -> int:
+        for source in sources:
+            documents = source.poll(50, 0.01)
+            seen.update((document.position.partition, document.position.offset) for document in documents)
+            source.complete([document.position for document in reversed(documents)])
+        return len(seen)
+
+    with running(settings) as stays:
+        while num_changes < 20:
+            with running(settings, f"worker-{num_changes}") as comes:
+                until = time.monotonic() + 2.0
+                while time.monotonic() < until:
+                    for partition in range(4):
+                        produce(bootstrap_servers, topic, prompts(*range(25)), partition=partition)
+                    num_sent += 100
+                    work(stays, comes)
+            num_changes += 2
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                work(stays)
+        seconds = time.monotonic() - started
+        wait_until(lambda: work(stays) == num_sent, "every document was read")
+        wait_until(stays.is_drained, "and is complete")
+    again = seen.total() - num_sent
+    print(f"{num_changes} joins and leaves in {seconds:.0f} s: {num_sent} documents, {again} read again")
+    assert [broker_view.committed(settings, partition) for partition in range(4)] == [num_sent // 4] * 4
+    assert again <= 0.02 * num_sent
