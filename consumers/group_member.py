@@ -208,7 +208,7 @@ class GroupMember:
         """Commits what is complete and fences the rest."""
         given_up = set(partitions)
         self._settle()
-        self._commit_async(self._tracker.commits(given_up, is_clean=True))
+        self._commit_async(self._tracker.commits(given_up, is_clean=self.ends_cleanly))
         if self._settings.assignor == "cooperative-sticky":
             self.forget(given_up, "revoked")
         else:
