@@ -132,6 +132,8 @@ class Faults:
         while self._ends:
             assert time.monotonic() < give_up_at, "a fault cannot be ended"
             self._end(list(self._ends))
+        for proxy in (self._servers.kafka_proxy, self._servers.node_proxy):
+            proxy.pass_on()  # a cut that is still to come would hit the next round
 
     def _end(self, due: list[tuple[float, Callable[[], None]]]) -> None:
         for entry in due:

@@ -147,7 +147,7 @@ def make_round(seed: int) -> Round:
         num_partitions=num_partitions,
         num_shards=random.choice((1, 1, 2, 6)),
         num_workers=random.randint(1, 2) if has_real_engine else random.randint(1, 3),
-        max_in_flight=random.choice((16, 32, 64, 128, 256)),
+        max_in_flight=random.choice((32, 48, 64, 128, 256)),
         bulk_documents=random.choice((20, 100, 1000)),
         flush_seconds=random.choice((0.05, 0.1, 0.2)),
         requests_per_step=random.choice((4, 8, 16)),
