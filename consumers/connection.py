@@ -1,73 +1,131 @@
 """How we reach the brokers: the client's options from the settings, and why a connection fails, in words."""
 
 import logging
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kafka.errors import KafkaConnectionError, KafkaError, SaslAuthenticationFailedError
 from kafka.net.compat import KafkaNetClient
+from pydantic import SecretStr
 
+from consumers.listener import ask_listener, why_refused
 from schemas.errors import SettingsError, SourceError
 from schemas.settings import KafkaSettings
 
 logger = logging.getLogger(__name__)
 
 _MAX_RECONNECT_SECONDS = 3.0  # the clients' own 30 would make a broker's short restart a long pause
+_ASK_SECONDS = 3.0  # for each of two questions to a listener that has just refused us
+_RETRY_SECONDS = 1.0  # between two tries while nobody is there
+
+
+class _Away(Exception):
+    """Nobody is there, which may change by itself."""
 
 
 def client_options(settings: KafkaSettings) -> dict[str, Any]:
-    """What consumer, producer and admin client have in common. Raises SettingsError where they contradict."""
+    """What consumer, producer and admin client have in common. Raises SettingsError where they contradict.
+
+    No error of this module holds a secret.
+    """
     if not settings.bootstrap_servers:
         raise SettingsError("no Kafka addresses: set kafka.bootstrap_servers or PAGEMILL_KAFKA__BOOTSTRAP_SERVERS")
+    protocol = settings.security_protocol
     options: dict[str, Any] = {
         "bootstrap_servers": list(settings.bootstrap_servers),
         "client_id": settings.client_id,
         "bootstrap_timeout_ms": _milliseconds(settings.connect_timeout_seconds),
         "reconnect_backoff_max_ms": _milliseconds(_MAX_RECONNECT_SECONDS),
-        "security_protocol": settings.security_protocol,
+        "security_protocol": protocol,
     }
-    if settings.security_protocol.endswith("SSL"):
-        options["ssl_cafile"] = _existing_file("ssl_ca_file", settings)
-        options["ssl_certfile"] = _existing_file("ssl_certificate_file", settings)
-        options["ssl_keyfile"] = _existing_file("ssl_key_file", settings)
-    if settings.security_protocol.startswith("SASL"):
+    if protocol.endswith("SSL"):
+        options["ssl_context"] = _tls_context(settings)
+    elif unused := [name for name in ("ssl_ca_file", "ssl_certificate_file") if getattr(settings, name) is not None]:
+        raise SettingsError(
+            f"kafka.{unused[0]} is given, and kafka.security_protocol is {protocol!r}, which is not encrypted: "
+            "write SSL or SASL_SSL"
+        )
+    if protocol.startswith("SASL"):
         if settings.sasl_mechanism is None or settings.sasl_username is None:
             raise SettingsError(
-                f"kafka.security_protocol is {settings.security_protocol}: "
-                "set kafka.sasl_mechanism and kafka.sasl_username too"
+                f"kafka.security_protocol is {protocol}: set kafka.sasl_mechanism and kafka.sasl_username too"
             )
         options["sasl_mechanism"] = settings.sasl_mechanism
         options["sasl_plain_username"] = settings.sasl_username
         options["sasl_plain_password"] = _sasl_password(settings)
+    elif settings.sasl_username is not None:
+        raise SettingsError(
+            f"kafka.sasl_username is given, and kafka.security_protocol is {protocol!r}, which sends no password: "
+            "write SASL_SSL or SASL_PLAINTEXT"
+        )
     return options
 
 
-def check_connection(settings: KafkaSettings) -> None:
-    """Tries every address until one answers as a Kafka broker that accepts us.
+def check_connection(
+    settings: KafkaSettings,
+    wait_seconds: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Tries every address until one answers as a Kafka broker that accepts us, and so does a broker that it names.
 
-    Raises SourceError within `connect_timeout_seconds` otherwise, with each address's own reason: the clients
-    themselves only ever say that they timed out.
+    Where nobody is there it tries again for `wait_seconds`. Raises SourceError otherwise, within
+    `connect_timeout_seconds` for each address, with its own reason: the clients themselves only ever say that they
+    timed out.
     """
-    options = client_options(settings)
-    client = KafkaNetClient(**options)
+    deadline = clock() + wait_seconds
+    is_told = False
+    while True:
+        try:
+            _try_addresses(settings)
+            return
+        except _Away as away:
+            if clock() >= deadline:
+                raise SourceError(f"no Kafka broker can be reached. {away}. Check kafka.bootstrap_servers.") from None
+            if not is_told:
+                extra = {"reason": str(away), "for_at_most_seconds": wait_seconds}
+                logger.warning("no Kafka broker is there yet; waiting for one", extra=extra)
+                is_told = True
+        sleep(_RETRY_SECONDS)
+
+
+def _try_addresses(settings: KafkaSettings) -> None:
+    """Raises SourceError where somebody refuses us, _Away where nobody is there."""
+    client = KafkaNetClient(**client_options(settings))
     client._net.start()
+    away: list[str] = []
+    refused: list[str] = []
+
+    def is_accepted(node: Any, name: str) -> bool:
+        try:
+            client._net.run(_connect, client._manager, node.node_id, settings.connect_timeout_seconds)
+        except (KafkaError, OSError) as error:
+            if (reason := _absence(error, settings)) is not None:
+                away.append(f"{name}: {reason}")
+            elif (reason := _refusal(error, node.host, node.port, settings)) is not None:
+                refused.append(f"{name}: {reason}")
+            else:  # as where a port is passed on to a broker that has not started yet
+                away.append(f"{name}: what answers there is no Kafka broker ({error})")
+            return False
+        return True
+
     try:
-        reasons = []
+        # As Kafka's clients do: ask any address for the brokers, then go to the addresses that these give themselves.
         for node in client.cluster.bootstrap_brokers():
             address = f"{node.host}:{node.port}"
-            try:
-                client._net.run(_connect, client._manager, node.node_id, settings.connect_timeout_seconds)
-            except SaslAuthenticationFailedError as error:
-                raise SourceError(
-                    f"{address} refuses the Kafka user {settings.sasl_username!r}: authentication failed ({error}); "
-                    "check kafka.sasl_username, kafka.sasl_mechanism and the password"
-                ) from None
-            except (KafkaError, OSError) as error:
-                reasons.append(f"{address}: {_reason(error, settings)}")
-            else:
-                return
+            if is_accepted(node, address):
+                brokers = client.cluster.brokers()
+                called = "{} (which calls itself so in its advertised.listeners; it was found at " + address + ")"
+                if any(is_accepted(b, called.format(f"{b.host}:{b.port}")) for b in brokers) or not brokers:
+                    return
     finally:
         client.close()
-    raise SourceError(f"no Kafka broker can be reached. {'; '.join(reasons)}. Check kafka.bootstrap_servers.")
+    if refused:
+        raise SourceError(f"no Kafka broker takes us. {'; '.join(refused + away)}.")
+    raise _Away("; ".join(away))
 
 
 async def _connect(manager: Any, node_id: Any, timeout_seconds: float) -> None:
@@ -84,7 +142,8 @@ async def _connect(manager: Any, node_id: Any, timeout_seconds: float) -> None:
     await manager.cluster.refresh_metadata(node_id)
 
 
-def _reason(error: BaseException, settings: KafkaSettings) -> str:
+def _absence(error: BaseException, settings: KafkaSettings) -> str | None:
+    """In words, where nobody is there; None where somebody is."""
     text = str(error) or type(error).__name__
     if "ECONNREFUSED" in text or "refused" in text:
         return "nobody listens there (connection refused)"
@@ -92,29 +151,88 @@ def _reason(error: BaseException, settings: KafkaSettings) -> str:
         return "the name does not resolve"
     if "imed out" in text or "imeout" in text:
         return f"no answer within {settings.connect_timeout_seconds:g} s ({text})"
-    if settings.security_protocol.endswith("SSL"):
-        return f"no TLS connection ({text}); is it a TLS listener, and kafka.ssl_ca_file its authority"
-    return f"{text}; is kafka.security_protocol = {settings.security_protocol!r} what this listener speaks"
+    return None
+
+
+def _refusal(error: BaseException, host: str, port: int, settings: KafkaSettings) -> str | None:
+    """Why a broker does not take us, in words; None where it is no broker."""
+    spoken = ask_listener(host, port, min(_ASK_SECONDS, settings.connect_timeout_seconds))
+    if (
+        isinstance(error, SaslAuthenticationFailedError)
+        and spoken is not None
+        and settings.security_protocol in spoken.protocols
+        and settings.sasl_mechanism in (spoken.mechanisms or (settings.sasl_mechanism,))
+    ):
+        return (
+            f"authentication failed for the Kafka user {settings.sasl_username!r} with {settings.sasl_mechanism}: "
+            "check kafka.sasl_username and the password"
+        )
+    return why_refused(settings, str(error) or type(error).__name__, spoken)
+
+
+def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
+    """What trusts `ssl_ca_file`'s authorities and no others, or the machine's, and shows our certificate, if any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # demands a certificate, and one of that name
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if (ca_file := settings.ssl_ca_file) is None:
+        context.load_default_certs()
+    else:
+        try:
+            context.load_verify_locations(cafile=str(_existing("ssl_ca_file", ca_file)))
+        except (ssl.SSLError, OSError) as error:
+            raise SettingsError(f"kafka.ssl_ca_file {str(ca_file)!r} holds no certificate: {error}") from None
+    certificate, key = settings.ssl_certificate_file, settings.ssl_key_file
+    if certificate is None:
+        if key is not None:
+            raise SettingsError("kafka.ssl_key_file is given without kafka.ssl_certificate_file")
+        return context
+    _existing("ssl_certificate_file", certificate)
+    key = certificate if key is None else _existing("ssl_key_file", key)  # one file may hold both
+    password = _secret(settings.ssl_key_password, settings.ssl_key_password_file, "ssl_key_password")
+    try:
+        # Without a password OpenSSL would ask for it at the terminal.
+        context.load_cert_chain(str(certificate), str(key), password=password or "")
+    except (ssl.SSLError, OSError) as error:
+        if "MISMATCH" in str(error):
+            why = "the key is not that of the certificate"
+        elif "ENCRYPTED" in key.read_text(errors="replace"):
+            what = "is wrong" if password else "is not given: set kafka.ssl_key_password_file"
+            why = f"the key is encrypted, and its password {what}"
+        else:
+            why = f"not a certificate and its key in PEM ({error})"
+        names = f"kafka.ssl_certificate_file {str(certificate)!r} and kafka.ssl_key_file {str(key)!r}"
+        raise SettingsError(f"{names} cannot be used: {why}") from None
+    return context
 
 
 def _sasl_password(settings: KafkaSettings) -> str:
-    if settings.sasl_password is not None:
-        return settings.sasl_password.get_secret_value()
-    if settings.sasl_password_file is None:
+    password = _secret(settings.sasl_password, settings.sasl_password_file, "sasl_password")
+    if password is None:
         raise SettingsError(
             "a SASL user needs a password: set kafka.sasl_password_file or PAGEMILL_KAFKA__SASL_PASSWORD"
         )
+    return password
+
+
+def _secret(value: SecretStr | None, file: Path | None, name: str) -> str | None:
+    if file is None:
+        return value.get_secret_value() if value is not None else None
+    if value is not None:
+        raise SettingsError(f"kafka.{name} and kafka.{name}_file are both given; give one of them")
     try:
-        return settings.sasl_password_file.read_text().strip()
-    except OSError as error:
-        raise SettingsError(f"kafka.sasl_password_file {settings.sasl_password_file}: {error.strerror}") from None
+        secret = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SettingsError(f"kafka.{name}_file {str(file)!r} cannot be read: {why}") from None
+    if not secret:
+        raise SettingsError(f"kafka.{name}_file {str(file)!r} is empty")
+    return secret
 
 
-def _existing_file(name: str, settings: KafkaSettings) -> str | None:
-    path = getattr(settings, name)
-    if path is not None and not path.is_file():
-        raise SettingsError(f"kafka.{name} {path}: no such file")
-    return str(path) if path is not None else None
+def _existing(name: str, path: Path) -> Path:
+    if not path.is_file():
+        raise SettingsError(f"kafka.{name} {str(path)!r}: no such file")
+    return path
 
 
 def _milliseconds(seconds: float) -> int:

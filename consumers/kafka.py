@@ -68,7 +68,7 @@ class KafkaSource:
 
     def start(self) -> None:
         """Connects, checks the topics (the dead-letter topic is made where it is missing), joins the group."""
-        ensure_topics(self._settings)
+        ensure_topics(self._settings, wait_seconds=self._settings.connect_timeout_seconds)
         self._dead_letters.start()
         try:
             self._member.connect()

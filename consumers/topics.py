@@ -22,13 +22,16 @@ _INPUT_CONFIGS = {"message.timestamp.type": "LogAppendTime"}  # a row's version 
 _DEAD_LETTER_CONFIGS = {"retention.ms": "-1", "cleanup.policy": "delete", "message.timestamp.type": "CreateTime"}
 
 
-def ensure_topics(settings: KafkaSettings, *, create_input: bool = False, num_partitions: int = 4) -> None:
+def ensure_topics(
+    settings: KafkaSettings, *, create_input: bool = False, num_partitions: int = 4, wait_seconds: float = 0.0
+) -> None:
     """The input topics exist, and the dead-letter topic too: it is made where it is missing.
 
     `create_input` makes missing input topics as well, with `num_partitions` and the broker's append time.
+    Brokers that are not there are waited for, for `wait_seconds`.
     Raises SourceError where brokers cannot be reached, refuse us, or lack an input topic.
     """
-    check_connection(settings)
+    check_connection(settings, wait_seconds)
     with _admin(settings) as admin:
         existing = set(admin.list_topics())
         missing = [topic for topic in settings.topics if topic not in existing]

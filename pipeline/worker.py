@@ -110,7 +110,7 @@ class Worker:
             )
             self._start_http(parts)
             sink = self._start_sink(parts, [task.index for task in settings.tasks.values()])
-            ensure_topics(settings.kafka)
+            ensure_topics(settings.kafka, wait_seconds=settings.kafka.connect_timeout_seconds)
             source = self._source = KafkaSource(settings.kafka, worker=self._name)
             flow = Flow(
                 source,

@@ -61,6 +61,8 @@ class KafkaSettings(_Part):
     ssl_ca_file: Path | None = None
     ssl_certificate_file: Path | None = None
     ssl_key_file: Path | None = None
+    ssl_key_password: SecretStr | None = None
+    ssl_key_password_file: Path | None = None
     max_in_flight_documents: int = Field(4096, ge=1)  # polled and not yet acknowledged by Elasticsearch
     max_in_flight_bytes: int = Field(256 * 2**20, ge=1)
     max_document_bytes: int = Field(2**20, ge=1)

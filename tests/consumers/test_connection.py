@@ -1,6 +1,8 @@
 """Brokers that cannot be reached or refuse us: said at start, soon, with what to do."""
 
 import socket
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,12 +30,37 @@ def silent_port() -> Iterator[int]:
 
 def test_an_address_nobody_listens_on_is_named_within_the_timeout() -> None:
     (port,) = free_ports(1)
-    settings = kafka_settings(f"127.0.0.1:{port}", "documents", connect_timeout_seconds=5.0)
-    begun = time.monotonic()
+    settings = kafka_settings(f"127.0.0.1:{port}", "documents", connect_timeout_seconds=1.0)
     with pytest.raises(SourceError, match=rf"127\.0\.0\.1:{port}: nobody listens there") as raised:
         KafkaSource(settings).start()
     assert "Check kafka.bootstrap_servers" in str(raised.value)
-    assert time.monotonic() - begun < 5.0
+
+
+def test_nobody_is_waited_for_so_long_as_is_asked_and_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    (port,) = free_ports(1)
+    passed: list[float] = []
+    with pytest.raises(SourceError, match="nobody listens there"):
+        check_connection(kafka_settings(f"127.0.0.1:{port}", "documents"), 3.0, lambda: sum(passed), passed.append)
+    assert passed == [1.0, 1.0, 1.0]
+    assert [record.message for record in caplog.records if record.name == "consumers.connection"] == [
+        "no Kafka broker is there yet; waiting for one"
+    ]
+
+
+def test_what_closes_the_connection_without_a_word_is_no_broker() -> None:
+    """As a port that is passed on to a broker that has not started yet: it is waited for."""
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        passed: list[float] = []
+        try:
+            with pytest.raises(SourceError, match=rf"{address}: what answers there is no Kafka broker"):
+                check_connection(kafka_settings(address, "documents"), 2.0, lambda: sum(passed), passed.append)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert passed == [1.0, 1.0]
 
 
 def test_a_name_that_does_not_resolve_is_told_apart() -> None:
@@ -57,19 +84,11 @@ def test_a_sasl_user_needs_mechanism_and_password(tmp_path: Path) -> None:
     sasl = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN", "sasl_username": "u"}
     with pytest.raises(SettingsError, match=r"set kafka\.sasl_password_file"):
         client_options(kafka_settings("a:1", "t", **sasl))
-    with pytest.raises(SettingsError, match=r"sasl_password_file .*: No such file"):
+    with pytest.raises(SettingsError, match=r"sasl_password_file .* cannot be read: No such file"):
         client_options(kafka_settings("a:1", "t", **sasl, sasl_password_file=tmp_path / "none"))
     (tmp_path / "password").write_text("from a file\n")
     options = client_options(kafka_settings("a:1", "t", **sasl, sasl_password_file=tmp_path / "password"))
     assert options["sasl_plain_password"] == "from a file"
-
-
-def test_tls_files_are_passed_on_and_must_exist(tmp_path: Path) -> None:
-    (tmp_path / "ca.pem").touch()
-    options = client_options(kafka_settings("a:1", "t", security_protocol="SSL", ssl_ca_file=tmp_path / "ca.pem"))
-    assert (options["security_protocol"], options["ssl_cafile"]) == ("SSL", str(tmp_path / "ca.pem"))
-    with pytest.raises(SettingsError, match=r"kafka\.ssl_key_file .*no\.pem: no such file"):
-        client_options(kafka_settings("a:1", "t", security_protocol="SSL", ssl_key_file=tmp_path / "no.pem"))
 
 
 @pytest.mark.real_servers
@@ -81,20 +100,8 @@ def test_a_wrong_password_is_said_at_once_and_the_right_one_reads(
     sasl = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN", "sasl_username": SASL_USER}
     address = kafka_broker.sasl_bootstrap_servers
     begun = time.monotonic()
-    with pytest.raises(SourceError, match=rf"{address} refuses the Kafka user 'pagemill': authentication failed"):
+    with pytest.raises(SourceError, match=f"{address}: authentication failed for the Kafka user 'pagemill' with"):
         KafkaSource(kafka_settings(address, topic, **sasl, sasl_password="wrong")).start()
     assert time.monotonic() - begun < 15.0
     with running(kafka_settings(address, topic, **sasl, sasl_password=SASL_PASSWORD)) as source:
         take(source, 1)
-
-
-@pytest.mark.real_servers
-def test_another_protocol_than_the_listeners_is_said(kafka_broker: KafkaBroker) -> None:
-    plain_to_sasl = kafka_settings(kafka_broker.sasl_bootstrap_servers, "documents", connect_timeout_seconds=3.0)
-    with pytest.raises(SourceError, match=r"is kafka.security_protocol = 'PLAINTEXT' what this listener speaks"):
-        check_connection(plain_to_sasl)
-    tls_to_plain = kafka_settings(
-        kafka_broker.bootstrap_servers, "documents", connect_timeout_seconds=3.0, security_protocol="SSL"
-    )
-    with pytest.raises(SourceError, match=r"no TLS connection|no answer within"):
-        check_connection(tls_to_plain)

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+
+def openssl_is_there() -> bool:
+    return shutil.which("openssl") is not None
+
+
+needs_openssl = pytest.mark.skipif(not openssl_is_there(), reason="needs the openssl command")
 
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
@@ -25,6 +30,12 @@ class Certificate:
     def fingerprint(self) -> str:
         """SHA-256 over the first certificate, in hexadecimal digits."""
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(_first(self.chain.read_text()))).hexdigest()
+
+    def encrypted(self, password: str) -> "Certificate":
+        """The same, its key under that password."""
+        key = self.key.with_suffix(".encrypted")
+        _openssl("pkcs8", "-topk8", "-in", self.key, "-out", key, "-passout", f"pass:{password}")
+        return Certificate(self.chain, key)
 
 
 class Authority:
@@ -45,7 +56,7 @@ class Authority:
         """A server's or client's certificate for a host name or IPv4 address.
 
         `shows`: a certificate that its holder shows behind it, whoever signed; with one, ours is left without the
-        identifiers by which a chain is put together.
+        identifiers by which a chain is put together. `days`: how long it is good from now on; -1: since yesterday not.
         """
         self._number += 1
         path = self._directory / f"issued-{self._number}"

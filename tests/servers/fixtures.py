@@ -8,9 +8,10 @@ import pytest
 from kafka import KafkaAdminClient
 from kafka.admin import NewTopic
 
+from tests.servers.certificates import Authority, openssl_is_there
 from tests.servers.elasticsearch_node import ElasticsearchNode
 from tests.servers.jdk import what_is_missing
-from tests.servers.kafka_broker import KafkaBroker
+from tests.servers.kafka_broker import KafkaBroker, Listener
 
 REQUIRE_VARIABLE = "PAGEMILL_REQUIRE_REAL_SERVERS"
 SASL_USER, SASL_PASSWORD = "pagemill", "correct horse"
@@ -44,9 +45,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One broker for the whole run, with a SASL listener for SASL_USER. Tests share it: use fresh topics and groups."""
-    broker = KafkaBroker.start(tmp_path_factory.mktemp("kafka"), {SASL_USER: SASL_PASSWORD})
+def kafka_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority | None:
+    """Signs the certificates of `kafka_broker`; None where there is no openssl."""
+    return Authority(tmp_path_factory.mktemp("authority")) if openssl_is_there() else None
+
+
+@pytest.fixture(scope="session")
+def kafka_broker(tmp_path_factory: pytest.TempPathFactory, kafka_authority: Authority | None) -> Iterator[KafkaBroker]:
+    """One broker for the whole run, with a SASL listener for SASL_USER, and with openssl those over TLS.
+
+    Tests share it: use fresh topics and groups.
+    """
+    listeners: dict[str, Listener] = {}
+    if (authority := kafka_authority) is not None:
+        certificate = authority.issue()
+        listeners = {
+            "TLS": Listener(certificate),
+            "MUTUAL": Listener(certificate, authority.certificate),
+            "EXPIRED": Listener(authority.issue(days=-1)),
+            "ELSEWHERE": Listener(authority.issue("kafka.example")),
+            "SASL_TLS": Listener(certificate, mechanisms=("SCRAM-SHA-256", "SCRAM-SHA-512")),
+        }
+    broker = KafkaBroker.start(tmp_path_factory.mktemp("kafka"), {SASL_USER: SASL_PASSWORD}, None, listeners)
     yield broker
     broker.stop()
 

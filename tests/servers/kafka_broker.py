@@ -6,31 +6,55 @@ import struct
 import subprocess
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from tests.servers.certificates import Certificate
 from tests.servers.jdk import ServersUnavailable, build_server, find_jdk
 from tests.servers.server_process import Server, ServerProcess, free_ports
 
 _NUM_START_ATTEMPTS = 3  # another process may take a free port before the broker does
 
 
+SASL_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """How one more listener of a broker is spoken to."""
+
+    certificate: Certificate | None = None  # that it shows, over TLS; None: in clear
+    client_authority: Path | None = None  # its clients must show a certificate that this one signed
+    mechanisms: tuple[str, ...] = ()  # of SASL; with none it asks for no password
+
+
 class KafkaBroker(Server):
     """`KafkaBroker.start(directory)` -> a broker that answers at `bootstrap_servers`.
 
-    `sasl_users` adds a second listener at `sasl_bootstrap_servers`, where those users (name -> password)
-    authenticate with SASL PLAIN. `proxy_port` adds one at `proxied_port` that tells its clients to come to that port
-    of loopback, where a proxy passes them on. Data stay in `directory` over `stop`, `kill` and `restart`.
+    `sasl_users` (name -> password) adds a second listener at `sasl_bootstrap_servers`, where those users authenticate
+    with SASL PLAIN or SCRAM. `proxy_port` adds one at `proxied_port` that tells its clients to come to that port
+    of loopback, where a proxy passes them on. `listeners` (name -> how it is spoken to) adds each at `address(name)`.
+    Data stay in `directory` over `stop`, `kill` and `restart`.
     """
 
     def __init__(
-        self, directory: Path, properties: Mapping[str, str], sasl_users: Mapping[str, str], proxy_port: int | None
+        self,
+        directory: Path,
+        properties: Mapping[str, str],
+        sasl_users: Mapping[str, str],
+        proxy_port: int | None,
+        listeners: Mapping[str, Listener],
     ) -> None:
         self.directory = directory
         self._proxy_port = proxy_port
         self._properties = dict(properties)
         self._sasl_users = dict(sasl_users)
-        self._port, self._controller_port, self._sasl_port, self.proxied_port = free_ports(4)
+        self._listeners = dict(listeners)
+        if self._sasl_users:
+            self._listeners["SASL"] = Listener(mechanisms=SASL_MECHANISMS)
+        self._port, self._controller_port, self.proxied_port, *ports = free_ports(3 + len(self._listeners))
+        self._ports = dict(zip(self._listeners, ports, strict=True))
         java_home, target = find_jdk(), build_server("kafka")
         self._java = [str(java_home / "bin" / "java") if java_home else "java", "-XX:TieredStopAtLevel=1"]
         self._class_path = str(target / "lib" / "*")
@@ -45,6 +69,7 @@ class KafkaBroker(Server):
         directory: Path,
         sasl_users: Mapping[str, str] | None = None,
         proxy_port: int | None = None,
+        listeners: Mapping[str, Listener] | None = None,
         /,
         **properties: str,
     ) -> Self:
@@ -52,7 +77,7 @@ class KafkaBroker(Server):
         directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(_NUM_START_ATTEMPTS):
             home = directory / f"attempt-{attempt}" if attempt else directory
-            broker = cls(home, properties, sasl_users or {}, proxy_port)
+            broker = cls(home, properties, sasl_users or {}, proxy_port, listeners or {})
             try:
                 broker._format()
                 broker._start()
@@ -69,8 +94,11 @@ class KafkaBroker(Server):
 
     @property
     def sasl_bootstrap_servers(self) -> str:
-        assert self._sasl_users, "start it with sasl_users"
-        return f"127.0.0.1:{self._sasl_port}"
+        return self.address("SASL")
+
+    def address(self, listener: str) -> str:
+        """Where that one of `listeners` is."""
+        return f"127.0.0.1:{self._ports[listener]}"
 
     def _format(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -79,6 +107,9 @@ class KafkaBroker(Server):
         cluster_id = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
         command = [*self._java, "-cp", self._class_path, "kafka.tools.StorageTool"]
         command += ["format", "-t", cluster_id, "-c", str(self._properties_path)]
+        for name, password in self._sasl_users.items():
+            for mechanism in SASL_MECHANISMS[1:]:
+                command += ["--add-scram", f"{mechanism}=[name={name},password={password}]"]
         formatted = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if formatted.returncode != 0:
             raise ServersUnavailable(f"StorageTool could not format: {formatted.stdout}{formatted.stderr}")
@@ -86,21 +117,18 @@ class KafkaBroker(Server):
     def _defaults(self) -> dict[str, str]:
         listeners = {"PLAINTEXT": f"PLAINTEXT://{self.bootstrap_servers}"}
         protocols = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT"}
-        sasl: dict[str, str] = {}
+        spoken: dict[str, str] = {}
         advertised: dict[str, str] = {}
         if self._proxy_port is not None:
             listeners["PROXIED"] = f"PROXIED://127.0.0.1:{self.proxied_port}"
             advertised["PROXIED"] = f"PROXIED://127.0.0.1:{self._proxy_port}"
             protocols["PROXIED"] = "PLAINTEXT"
-        if self._sasl_users:
-            listeners["SASL"] = f"SASL://{self.sasl_bootstrap_servers}"
-            protocols["SASL"] = "SASL_PLAINTEXT"
-            users = " ".join(f'user_{name}="{password}"' for name, password in self._sasl_users.items())
-            module = "org.apache.kafka.common.security.plain.PlainLoginModule"
-            sasl = {
-                "sasl.enabled.mechanisms": "PLAIN",
-                "listener.name.sasl.plain.sasl.jaas.config": f"{module} required {users};",
-            }
+        for name, listener in self._listeners.items():
+            listeners[name] = f"{name}://{self.address(name)}"
+            kind = "SSL" if listener.certificate is not None else "PLAINTEXT"
+            protocols[name] = f"SASL_{kind}" if listener.mechanisms else kind
+            properties = {**self._tls_properties(name, listener), **self._sasl_properties(listener)}
+            spoken |= {f"listener.name.{name.lower()}.{key}": value for key, value in properties.items()}
         return {
             "process.roles": "broker,controller",
             "node.id": "1",
@@ -119,8 +147,31 @@ class KafkaBroker(Server):
             "group.initial.rebalance.delay.ms": "0",
             "group.min.session.timeout.ms": "1000",
             "auto.create.topics.enable": "false",
-            **sasl,
+            **spoken,
         }
+
+    def _tls_properties(self, name: str, listener: Listener) -> dict[str, str]:
+        if (certificate := listener.certificate) is None:
+            return {}
+        key_store = self.directory / f"{name}.pem"
+        key_store.write_text(certificate.key.read_text() + certificate.chain.read_text())
+        properties = {"ssl.keystore.type": "PEM", "ssl.keystore.location": str(key_store)}
+        if listener.client_authority is not None:
+            properties |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(listener.client_authority)}
+            properties["ssl.client.auth"] = "required"
+        return properties
+
+    def _sasl_properties(self, listener: Listener) -> dict[str, str]:
+        if not listener.mechanisms:
+            return {}
+        users = " ".join(f'user_{name}="{password}"' for name, password in self._sasl_users.items())
+        package = "org.apache.kafka.common.security"
+        properties = {"sasl.enabled.mechanisms": ",".join(listener.mechanisms)}
+        for mechanism in listener.mechanisms:
+            is_plain = mechanism == "PLAIN"
+            module = f"plain.PlainLoginModule required {users}" if is_plain else "scram.ScramLoginModule required"
+            properties[f"{mechanism.lower()}.sasl.jaas.config"] = f"{package}.{module};"
+        return properties
 
     def _answers(self) -> bool:
         """Whether an ApiVersions request (version 0, no client id) is answered on the plain listener."""
