@@ -44,6 +44,7 @@ from tests.chaos.rounds import (
 from tests.e2e import servers as e2e
 from tests.e2e.workers import WorkerProcess, is_alive
 from tests.servers.elasticsearch_node import ElasticsearchNode
+from tests.servers.jdk import what_is_missing
 from tests.servers.kafka_broker import KafkaBroker
 from tests.tiny_models import write_tiny_model
 
@@ -281,6 +282,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--keep-logs", action="store_true", help="of every round")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends workers and servers too
     options = parser.parse_args(arguments)
+    if (missing := what_is_missing()) is not None:
+        print(f"rounds run on a real Apache Kafka and Elasticsearch, which need {missing}", file=sys.stderr)
+        return 2
     first = SystemRandom().randrange(10**6) if options.seed is None else options.seed
     rounds = options.rounds or (1 if options.seed is not None else None)
     seeds = itertools.chain(KEPT if options.seed is None else (), range(first, first + (rounds or 10**9)))
