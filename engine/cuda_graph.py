@@ -6,7 +6,7 @@ leave their token in a row that nobody reads.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,14 @@ from engine.step_arrays import MAX_SHARED_GROUPS, IntArray, SharedArrays, StepAr
 from kernels.attention_plan import SharedPrefixes
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960, 1024)
+
+Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+class TakeGraph(Protocol):
+    """Makes a graph of a step: `Capture`, or `Rehearsal` in its place."""
+
+    def __call__(self, step: Step, /) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +48,13 @@ class DecodeGraphs:
         max_rows: int,
         num_columns: int,
         with_shared: bool,
-        pool: Any,
+        take_graph: TakeGraph,
+        largest_only: bool = False,
     ) -> None:
         """`last_token_ids` (rows + 1,) int32: each request row's last sampled token; the last entry is padding's.
 
         `num_columns`: the longest block table. `with_shared`: also capture steps whose rows share prefixes.
+        `largest_only`: to see what memory they take; `num_graphs` is that of all.
         """
         self._decoder = decoder
         self._cache = cache
@@ -58,11 +68,18 @@ class DecodeGraphs:
         self._buffer = torch.zeros(num_ints, dtype=torch.int32, device=decoder.device)
         # Like every tensor that graphs read, held as long as they are.
         self._query_starts = torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=decoder.device)
-        self._pool = pool
+        self._take_graph = take_graph
         self._captured: dict[tuple[int, bool], _Captured] = {}
-        for bucket in reversed(self.buckets):  # the largest first: the others fit into its memory
-            for is_shared in (False, True) if with_shared else (False,):
+        kinds = (False, True) if with_shared else (False,)
+        self.num_graphs = len(self.buckets) * len(kinds)
+        # The largest first: the others fit into its memory.
+        for bucket in self.buckets[-1:] if largest_only else reversed(self.buckets):
+            for is_shared in kinds:
                 self._captured[bucket, is_shared] = self._capture(bucket, is_shared)
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether the step is decode rows alone, all of which sample, and not too many."""
@@ -116,10 +133,10 @@ class DecodeGraphs:
         inputs[0].fill_(self._last_token_ids.shape[0] - 1)
         inputs[3].fill_(-1)
         step = self._step_of(inputs, bucket)
-        graph, (logits, chosen) = capture(step, self._pool)
+        graph, (logits, chosen) = self._take_graph(step)
         return _Captured(graph, logits, chosen)
 
-    def _step_of(self, inputs: Sequence[torch.Tensor], bucket: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def _step_of(self, inputs: Sequence[torch.Tensor], bucket: int) -> Step:
         rows, token_ids, positions, slot_mapping, lengths, tables, *of_shared = inputs
         shared = None
         if of_shared:
@@ -149,20 +166,55 @@ class DecodeGraphs:
         return step
 
 
-def capture(
-    step: Callable[[], tuple[torch.Tensor, torch.Tensor]], pool: Any
-) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
-    """A graph of `step`, its memory out of `pool`, and the tensors that each replay writes."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # compiles kernels and lets libraries take their workspaces outside of the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Threads of others, NCCL's among them, may ask after their events meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        results = step()
-    return graph, results
+class Capture:
+    """Graphs of one device whose memory is one pool: a step's is free again for the next, whichever that is."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # One for all: libraries keep a workspace for every stream that they have seen.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: Step) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
+        """A graph of `step`, and the tensors that each replay writes: good until the next replay of any graph."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            step()  # compiles kernels and lets libraries take their workspaces outside of the capture
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Threads of others, NCCL's among them, may ask after their events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            first, second = step()
+        return graph, (_borrowed(first), _borrowed(second))
+
+
+class Rehearsal:
+    """In Capture's place: a step runs once, so that its kernels are compiled, and nothing is captured."""
+
+    def __call__(self, step: Step) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
+        return torch.cuda.CUDAGraph(), step()
+
+
+class _Memory:
+    """Bytes on a GPU that somebody else owns, by the interface that torch takes them from (numba's, version 2)."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (num_bytes,), "typestr": "|u1", "strides": None, "version": 2,
+        }  # fmt: skip
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, their memory free to the pool. It stays mapped as long as a graph of the pool lives.
+
+    Held by every graph, the logits of all buckets up to 1,024 rows of a vocabulary of 152,064 would take 5 GB. One with
+    gaps cannot be lent, and is held.
+    """
+    if not tensor.is_contiguous():
+        return tensor
+    memory = _Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    alias = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    assert alias.data_ptr() == tensor.data_ptr(), "a copy where the memory itself was asked for"
+    return alias
 
 
 def choose(decoder: Decoder, logits: torch.Tensor, last_token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
-from engine.cuda_graph import DecodeGraphs, choose
+from engine.cuda_graph import Capture, DecodeGraphs, TakeGraph, choose
 from engine.kv_cache import KVCache
 from engine.mixed_graph import MAX_PREFILL_ROWS, MixedGraphs
 from engine.model_runner import RequestRows
@@ -59,10 +59,13 @@ class CudaRunner:
         with_graphs: bool = True,
         min_tokens_saved: int | None = MIN_TOKENS_SAVED,
         ranks: Ranks | None = None,
+        take_graph: TakeGraph | None = None,
+        largest_only: bool = False,
     ) -> None:
         """`min_tokens_saved`: keys, in tokens a layer, that reading a shared prefix once must save; None: never.
 
-        `ranks`: those that compute every step along with this one.
+        `ranks`: those that compute every step along with this one. `take_graph`: a Capture where None.
+        `largest_only`: captures the graphs that need the most memory and no other; such a runner launches nothing.
         """
         self._decoder = decoder
         self._cache = cache
@@ -81,18 +84,25 @@ class CudaRunner:
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         if with_graphs:
-            # One pool for all: a step's memory is free again for the next. The largest graphs first.
-            pool = torch.cuda.graph_pool_handle()
+            take_graph = take_graph or Capture()
             common = decoder, cache, self._staging, self._last_token_ids, max_running, num_columns
             with torch.inference_mode():
                 if decoder.mixes_places:
-                    self._mixed_graphs = MixedGraphs(*common, max_tokens_per_step, pool)
-                self._decode_graphs = DecodeGraphs(*common, self._min_tokens_saved is not None, pool)
+                    self._mixed_graphs = MixedGraphs(*common, max_tokens_per_step, take_graph, largest_only)
+                self._decode_graphs = DecodeGraphs(
+                    *common, self._min_tokens_saved is not None, take_graph, largest_only
+                )
         self._warm_up()
         self.step_seconds = dict.fromkeys(("gather", "launch"), 0.0)
         self.num_replays = 0
         self.num_mixed_replays = 0
         self.num_shared_steps = 0
+
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """(those captured, those that a runner has which captures all)."""
+        kinds = [graphs for graphs in (self._mixed_graphs, self._decode_graphs) if graphs is not None]
+        return sum(each.num_captured for each in kinds), sum(each.num_graphs for each in kinds)
 
     def needs_known_tokens(self, inference: InferenceRequest) -> bool:
         return not is_plain(inference)

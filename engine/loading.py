@@ -20,6 +20,7 @@ from engine.group import Group, join, open_store
 from engine.kv_cache import KVCache
 from engine.memory import (
     decide_kv_cache_tokens,
+    explaining_memory,
     free_bytes_for_cache,
     keep_freed_memory,
     kv_bytes_per_token,
@@ -29,6 +30,7 @@ from engine.model_config import ModelConfig, read_gguf_config, read_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.precision import Fp8Precision, PlainPrecision, Precision
+from engine.rehearsal import stand_in, start_rehearsal
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
 from engine.tensor_parallel import Ranks, Tree
@@ -79,7 +81,8 @@ def load_engine(
     with ranks.explaining():
         decoder, cache, max_model_len = _load_part(files, model, engine, group, clock)
         identity = _identity(fingerprint, files.config)
-        started = build_engine(files, decoder, cache, engine, max_model_len, identity, ranks)
+        with clock.part("graphs" if decoder.device.type == "cuda" else "runner"):
+            started = build_engine(files, decoder, cache, engine, max_model_len, identity, ranks)
     info = EngineInfo(
         model=model.name or (files.path.stem if files.path.is_file() else files.path.resolve().name),
         identity=identity,
@@ -128,18 +131,32 @@ def _load_part(
     if device.type == "cpu" and (settings.num_threads or group.size > 1):
         torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // group.size))
     max_model_len = _max_model_len(model, files.config)
-    with clock.part("weights"):
+    precision = choose_precision(model.quantization, dtype, device)
+    rehearsal = None
+    if device.type == "cuda":
+        with clock.part("kernels"), explaining_memory("two of the model's layers"):
+            shape = shard_config(files.config, group)
+            small = stand_in(shape, dtype, max_model_len, device, precision)
+            rehearsal = start_rehearsal(small, settings, max_model_len)
+            del small  # the thread alone holds it
+    with clock.part("weights"), explaining_memory("the model's weights"):
         decoder = load_decoder(
             files,
             dtype,
             device,
             max_model_len,
             progress=lambda fraction: clock.progress("weights", fraction),
-            precision=choose_precision(model.quantization, dtype, device),
+            precision=precision,
             group=group,
         )
-    with clock.part("memory"):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the last copies
+    if rehearsal is not None:
+        with clock.part("kernels"):
+            rehearsal.join()
+    with clock.part("memory"), explaining_memory("the largest step"):
         kv_cache_tokens = _size_cache(decoder, settings, max_model_len)
+    with clock.part("cache"), explaining_memory(f"a KV cache of {kv_cache_tokens:,} tokens"):
         cache = allocate_cache(decoder, kv_cache_tokens // settings.block_size, settings.block_size)
         if device.type == "cpu":
             keep_freed_memory()
@@ -179,9 +196,10 @@ def build_runner(
     """What carries steps out on the decoder's device."""
     if decoder.device.type == "cpu":
         return ModelRunner(decoder, cache, sampler, settings.max_running, max_model_len, ranks)
-    return CudaRunner(
-        decoder, cache, sampler, settings.max_running, max_model_len, settings.max_tokens_per_step, ranks=ranks
-    )
+    with explaining_memory("the CUDA graphs"):
+        return CudaRunner(
+            decoder, cache, sampler, settings.max_running, max_model_len, settings.max_tokens_per_step, ranks=ranks
+        )
 
 
 def open_model(path: Path) -> LoadedModel:
@@ -317,8 +335,14 @@ def _size_cache(decoder: Decoder, settings: EngineSettings, max_model_len: int) 
         cache = allocate_cache(decoder, num_blocks, settings.block_size)
         decoder.gather_logits(decoder.logits(decoder.forward(batch, cache)))
 
+    def capture_largest() -> CudaRunner:
+        cache = allocate_cache(decoder, 1, settings.block_size)
+        sampler = Sampler(LabelSets(frozenset(), lambda: ()))
+        max_running, max_tokens = settings.max_running, settings.max_tokens_per_step
+        return CudaRunner(decoder, cache, sampler, max_running, max_model_len, max_tokens, largest_only=True)
+
     group = decoder.group
-    free_bytes = free_bytes_for_cache(settings, decoder.device, worst_step, group.size)
+    free_bytes = free_bytes_for_cache(settings, decoder.device, worst_step, capture_largest, group.size)
     free_bytes = group.minimum(free_bytes, decoder.device)  # all pools are of one size
     return decide_kv_cache_tokens(
         settings, max_model_len, kv_bytes_per_token(decoder.config, decoder.dtype), free_bytes
@@ -353,8 +377,9 @@ class _StartClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """A part may come in several pieces: its seconds add up."""
         self.progress(name, 0.0)
         started = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         self.progress(name, 1.0)

@@ -1,9 +1,12 @@
 """How many tokens of KV cache there is room for. The decision is a plain function; what it needs is measured here."""
 
 import ctypes
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +32,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+
+
+class HasGraphs(Protocol):
+    """A runner whose graphs are captured."""
+
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """(those captured, those of a runner that captures all)."""
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -61,11 +72,16 @@ def decide_kv_cache_tokens(settings: EngineSettings, max_model_len: int, bytes_p
 
 
 def free_bytes_for_cache(
-    settings: EngineSettings, device: torch.device, worst_step: Callable[[], None] = lambda: None, num_ranks: int = 1
+    settings: EngineSettings,
+    device: torch.device,
+    worst_step: Callable[[], None] = lambda: None,
+    capture_largest: Callable[[], HasGraphs] | None = None,
+    num_ranks: int = 1,
 ) -> int:
     """Call it after the weights are loaded. On a GPU `worst_step` runs, the largest step that may come, and what it
-    takes at its peak is left free; on a CPU a quarter of the free memory is ours, or all of it for a size in the
-    settings, of which `num_ranks` have equal parts.
+    takes at its peak is left free, and what all graphs will hold, measured on those that `capture_largest` makes; on a
+    CPU a quarter of the free memory is ours, or all of it for a size in the settings, of which `num_ranks` have equal
+    parts.
     """
     if device.type == "cpu":
         free = available_ram_bytes() // num_ranks
@@ -79,7 +95,36 @@ def free_bytes_for_cache(
     free, total = torch.cuda.mem_get_info(device)
     # In use and not torch's: other processes, the CUDA context, libraries' workspaces.
     others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * settings.memory_fraction) - others - peak
+    graphs = _bytes_of_graphs(device, capture_largest) if capture_largest is not None else 0
+    return int(total * settings.memory_fraction) - others - peak - graphs
+
+
+def _bytes_of_graphs(device: torch.device, capture_largest: Callable[[], HasGraphs]) -> int:
+    """The pool of the largest graphs, into which the others fit, and for each graph what the driver keeps of one."""
+    free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    holder = capture_largest()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    pool = torch.cuda.memory_reserved(device) - reserved
+    of_driver = max(0, free - torch.cuda.mem_get_info(device)[0] - pool)
+    captured, in_all = holder.graph_counts
+    del holder
+    gc.collect()
+    torch.cuda.empty_cache()
+    return pool + (of_driver * in_all // captured if captured else of_driver)
+
+
+@contextmanager
+def explaining_memory(what: str) -> Iterator[None]:
+    """Raises SettingsError, with what to lower, where a GPU's memory does not hold `what`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(
+            f"the GPU's memory does not hold {what}: {' '.join(str(error).split())} Lower engine.memory_fraction or "
+            "engine.kv_cache_tokens for what others need there, engine.max_tokens_per_step and engine.max_running for "
+            "smaller steps; or take a smaller model, or several GPUs (engine.tensor_parallel)"
+        ) from error
 
 
 def available_ram_bytes() -> int:

@@ -7,13 +7,12 @@ the sampling rows alone and launched kernel by kernel.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
-from engine.cuda_graph import capture, pad
+from engine.cuda_graph import TakeGraph, pad
 from engine.kv_cache import KVCache
 from engine.models.decoder import Decoder
 from engine.staging import Staging, layout, slices
@@ -42,7 +41,8 @@ class MixedGraphs:
         max_rows: int,
         num_columns: int,
         max_tokens: int,
-        pool: Any,
+        take_graph: TakeGraph,
+        largest_only: bool = False,
     ) -> None:
         """`max_rows`: decode rows at most; `max_tokens`: of a step; otherwise as DecodeGraphs."""
         self._decoder = decoder
@@ -54,8 +54,14 @@ class MixedGraphs:
         self.buckets = [bucket for bucket in BUCKETS if bucket <= max_tokens]
         shapes = self._shapes(self.buckets[-1]) if self.buckets else []
         self._buffer = torch.zeros(layout([*shapes, (0,)])[-1], dtype=torch.int32, device=decoder.device)
-        self._pool = pool
-        self._captured = {bucket: self._capture(bucket) for bucket in reversed(self.buckets)}
+        self._take_graph = take_graph
+        self.num_graphs = len(self.buckets)
+        buckets = self.buckets[-1:] if largest_only else reversed(self.buckets)
+        self._captured = {bucket: self._capture(bucket) for bucket in buckets}
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
 
     def takes(self, arrays: StepArrays) -> bool:
         """Whether some graph has room, and nothing speaks for a shared prefix."""
@@ -133,5 +139,5 @@ class MixedGraphs:
             )
             return self._decoder.attend_all(batch, self._cache)
 
-        graph, (attended, residual) = capture(step, self._pool)
+        graph, (attended, residual) = self._take_graph(step)
         return _Captured(graph, attended, residual)

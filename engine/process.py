@@ -17,6 +17,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from engine import protocol
@@ -207,9 +209,39 @@ def _load(
     model: ModelSettings, settings: EngineSettings, progress: Progress, fail: Fail
 ) -> tuple[ServedEngine, EngineInfo]:
     progress("libraries", 0.0)  # torch takes seconds to import: after the hello
+    _keep_compiled_kernels()
     from engine.loading import load_engine
 
-    return load_engine(model, settings, progress, fail)
+    libraries_seconds = seconds_since_start()
+    engine, info = load_engine(model, settings, progress, fail)
+    return engine, replace(info, start_seconds={"libraries": libraries_seconds, **info.start_seconds})
+
+
+def seconds_since_start() -> float:
+    """How long this process has lived, to the hundredth; 0 where the system is not Linux and does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd of all, seconds since the system's start
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, AttributeError):
+        return 0.0
+
+
+def _keep_compiled_kernels() -> None:
+    """flash-attn keeps what it compiles, 3 to 5 seconds a kernel, only where it is told to before it is imported.
+
+    Not in its own default folder, which is below /tmp, where others could leave code for us. A setting of the user's
+    stands.
+    """
+    if "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" in os.environ:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagemill" / "flash-attention"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return  # no home to write to: compiled anew by every process
+    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 def main(arguments: Sequence[str]) -> int:

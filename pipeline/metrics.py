@@ -26,6 +26,7 @@ class Readings:
     engine: EngineStats = field(default_factory=EngineStats)
     sink: SinkStats = field(default_factory=SinkStats)
     num_in_source: int = 0
+    engine_start_seconds: Mapping[str, float] = field(default_factory=dict)  # part -> seconds
 
 
 class WorkerMetrics(Collector):
@@ -45,6 +46,11 @@ class WorkerMetrics(Collector):
         yield from _documents(readings)
         yield from _times(readings.totals)
         yield from _engine(readings.engine, readings.totals.engine_restarts)
+        yield _by_label(
+            GaugeMetricFamily, "pagemill_engine_start_seconds",
+            "The present engine's start, by part; total: from its process's start to its first token", "part",
+            readings.engine_start_seconds,
+        )  # fmt: skip
         yield from _sink(readings.sink)
         yield _by_label(
             GaugeMetricFamily, "pagemill_ready", "1 where the part is ready", "part",

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -93,6 +94,7 @@ class Worker:
         self._next_progress = time.monotonic() + PROGRESS_SECONDS
         self._told: dict[str, int] = {}  # in the last line of progress
         self._engine_part = ""
+        self._start_seconds: dict[str, float] = {}  # of the present engine, by part
 
     def run(self, until_drained: bool = False) -> RunSummary:
         """Serves until a signal, or until the backlog is done. Raises PagemillError for what stops it otherwise.
@@ -129,7 +131,8 @@ class Worker:
                 look_up=sink.look_up,
             )
             info = flow.open_engine()
-            logger.info("engine started", model=info.model, device=info.device, seconds=info.start_seconds)
+            seconds = {part: round(seconds, 2) for part, seconds in info.start_seconds.items()}
+            logger.info("engine started", model=info.model, device=info.device, seconds=seconds)
             parts.callback(source.close)
             source.start()
             self._flow = flow  # from here on a signal drains
@@ -241,15 +244,19 @@ class Worker:
             step_seconds=settings.worker.engine_step_seconds,
         )
         parts.callback(client.close)
+        started = time.monotonic()
         info = client.start(
             settings.worker.engine_start_timeout_seconds, self._tell_engine_progress, self._is_asked_to_drain
         )
+        ready = time.monotonic()
         try:
             self._prove(client)
         except BaseException:
             client.close()
             raise
-        return client, info
+        proven = time.monotonic()
+        self._start_seconds = {**info.start_seconds, "first_token": proven - ready, "total": proven - started}
+        return client, replace(info, start_seconds=self._start_seconds)
 
     def _prove(self, client: EngineClient) -> None:
         client.submit([InferenceRequest(0, (0,), SamplingParams(max_tokens=1, ignore_eos=True), seed=0)])
@@ -300,6 +307,7 @@ class Worker:
             flow.engine_stats,
             sink.stats(),
             source.num_in_flight,
+            self._start_seconds,
         )
 
     def _elasticsearch_health(self) -> str | None:

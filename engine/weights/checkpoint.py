@@ -1,16 +1,19 @@
 """Streams a checkpoint into the decoder's parameters, one tensor at a time, whatever the checkpoint's format.
 
-Peak memory is the parameters so far and one tensor more: each part is read straight into its rows of the parameter.
+Peak memory is the parameters so far and one tensor more: each part is read straight into its rows of the parameter, on
+a GPU by way of pinned buffers (engine.weights.upload).
 """
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from engine.model_config import ModelConfig
 from engine.weights.names import Naming, Parameter, check_names, expected_parameters, tied_head_name
+from engine.weights.upload import FileRange, Upload
 from schemas.errors import ModelError
 
 _SAMPLE_BYTES = 4096
@@ -29,6 +32,9 @@ class Checkpoint(Protocol):
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fills `out`, of the tensor's shape and any float dtype and device. Raises ModelError where it cannot."""
+
+    def stored_at(self, name: str) -> FileRange | None:
+        """Where its numbers lie as they are; None where `read_into` must decode them. Raises ModelError as that."""
 
     def fingerprint(self) -> str:
         """What the weights are known by, as 32 hexadecimal digits (`sampled_digest` says what goes in)."""
@@ -54,23 +60,29 @@ def stream_parameters(
 
     num_elements = sum(_num_elements(parameter.shape) for parameter in parameters)
     num_read = 0
-    for parameter in parameters:
-        # The rope's factors make float32 tables; in bf16 they would turn far positions by whole radians.
-        tensor = torch.empty(
-            parameter.shape, dtype=torch.float32 if parameter.name == "rope.factors" else dtype, device=device
-        )
-        first = 0
-        for part, rows, heads in zip(parameter.parts, parameter.part_rows, parameter.permuted_heads, strict=True):
-            out = tensor[first : first + rows]
-            checkpoint.read_into(part, out)
-            if heads:
-                out.copy_(halves_from_interleaved(out, heads))
-            first += rows
-        if parameter.name == "embedding.weight" and tied_head in checkpoint.names():
-            _check_tied_head(checkpoint, str(tied_head), tensor)
-        num_read += tensor.numel()
-        progress(num_read / num_elements)
-        yield parameter.name, tensor
+    stored = {part: checkpoint.stored_at(part) for parameter in parameters for part in parameter.parts}
+    to_upload = [each for each in stored.values() if each is not None] if device.type == "cuda" else []
+    with Upload(to_upload, device) if to_upload else nullcontext() as upload:
+        for parameter in parameters:
+            # The rope's factors make float32 tables; in bf16 they would turn far positions by whole radians.
+            tensor = torch.empty(
+                parameter.shape, dtype=torch.float32 if parameter.name == "rope.factors" else dtype, device=device
+            )
+            first = 0
+            for part, rows, heads in zip(parameter.parts, parameter.part_rows, parameter.permuted_heads, strict=True):
+                out = tensor[first : first + rows]
+                if upload is not None and stored[part] is not None:
+                    upload.next_into(out)
+                else:
+                    checkpoint.read_into(part, out)
+                if heads:
+                    out.copy_(halves_from_interleaved(out, heads))
+                first += rows
+            if parameter.name == "embedding.weight" and tied_head in checkpoint.names():
+                _check_tied_head(checkpoint, str(tied_head), tensor)
+            num_read += tensor.numel()
+            progress(num_read / num_elements)
+            yield parameter.name, tensor
 
 
 def halves_from_interleaved(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

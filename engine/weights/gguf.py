@@ -14,6 +14,7 @@ import torch
 from engine.weights.checkpoint import sampled_digest
 from engine.weights.gguf_metadata import GGUFMetadata, GGUFTensor, read_gguf_metadata
 from engine.weights.names import Naming
+from engine.weights.upload import FileRange
 from schemas.errors import ModelError
 
 _CHUNK_ELEMENTS = 2**20  # dequantised at a time: float32 intermediates stay near the cache
@@ -73,6 +74,13 @@ class GGUFCheckpoint:
             values = form.dequantise(blocks[first : first + step]).view(-1)
             start = first * form.block_elements
             flat[start : start + values.shape[0]].copy_(values)
+
+    def stored_at(self, name: str) -> FileRange | None:
+        """Plain numbers lie there as they are; blocks are for `read_into`."""
+        tensor = self._tensors[name]
+        if (dtype := _PLAIN.get(tensor.ggml_type)) is None:
+            return None
+        return FileRange(self._metadata.path, tensor.offset, self._num_bytes(tensor), dtype)
 
     def fingerprint(self) -> str:
         """Over the whole header, vocabulary included, and pages of every tensor."""
@@ -212,3 +220,4 @@ _FORMATS = {
     14: BlockFormat("Q6_K", 256, 210, _q6_k),
     30: BlockFormat("BF16", 1, 2, lambda blocks: blocks.view(torch.bfloat16)),
 }
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # of these, those whose blocks are numbers

@@ -12,6 +12,7 @@ import torch
 
 from engine.weights.checkpoint import sampled_digest
 from engine.weights.names import Naming
+from engine.weights.upload import FileRange
 from schemas.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
@@ -25,6 +26,8 @@ _DTYPES = {
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
     view: memoryview  # its bytes, in the mapped file
+    path: Path
+    offset: int  # of its bytes in the file
     dtype: str
     shape: tuple[int, ...]
 
@@ -62,10 +65,19 @@ class SafetensorsCheckpoint:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fills `out`, of the tensor's shape and any float dtype and device. Raises ModelError for integer tensors."""
         stored = self._tensors[name]
-        if (dtype := _DTYPES.get(stored.dtype)) is None:
-            raise ModelError(f"{name} in {self.where} is {stored.dtype}; {', '.join(_DTYPES)} are supported")
         assert tuple(out.shape) == stored.shape, f"{name}: {tuple(out.shape)} for {stored.shape}"
-        out.copy_(torch.frombuffer(stored.view, dtype=dtype).view(stored.shape))
+        out.copy_(torch.frombuffer(stored.view, dtype=self._dtype(name)).view(stored.shape))
+
+    def stored_at(self, name: str) -> FileRange:
+        """Its place in its shard. Raises ModelError for integer tensors."""
+        stored = self._tensors[name]
+        return FileRange(stored.path, stored.offset, len(stored.view), self._dtype(name))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self._tensors[name].dtype
+        if (dtype := _DTYPES.get(stored)) is None:
+            raise ModelError(f"{name} in {self.where} is {stored}; {', '.join(_DTYPES)} are supported")
+        return dtype
 
     def fingerprint(self) -> str:
         """Over the shards' headers and pages of every tensor, in the order of names."""
@@ -107,11 +119,13 @@ def _open_shard(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
             raise ModelError(
                 f"{path} is cut short: its header promises {max(ends):,} bytes, it has {num_bytes:,}; fetch it again"
             )
-        return header, {name: _stored(view, start, entry) for name, entry in table.items()}
+        return header, {name: _stored(path, view, start, entry) for name, entry in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is damaged: its header cannot be read ({error!r}); fetch it again") from error
 
 
-def _stored(view: memoryview, start: int, entry: dict[str, Any]) -> _StoredTensor:
+def _stored(path: Path, view: memoryview, start: int, entry: dict[str, Any]) -> _StoredTensor:
     first, end = entry["data_offsets"]
-    return _StoredTensor(view[start + first : start + end], str(entry["dtype"]), tuple(entry["shape"]))
+    return _StoredTensor(
+        view[start + first : start + end], path, start + first, str(entry["dtype"]), tuple(entry["shape"])
+    )

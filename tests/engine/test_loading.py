@@ -40,7 +40,7 @@ def test_a_started_engine_answers_and_says_what_it_is(tiny: Path) -> None:
     assert [len(output.token_ids) for output in outputs] == [5]
     assert (info.model, info.device, info.block_size) == ("tiny-qwen2", "cpu", 16)
     assert (info.vocab_size, info.max_model_len, info.kv_cache_tokens) == (num_tiny_tokens(), 300, 512)
-    assert set(info.start_seconds) == {"tokenizer", "weights", "memory", "canary"}
+    assert set(info.start_seconds) == {"tokenizer", "weights", "memory", "cache", "canary", "runner"}
     assert {part for part, _ in told} == set(info.start_seconds)
     assert len(info.identity) == 16
 

@@ -10,6 +10,7 @@ import torch
 from engine.memory import (
     available_ram_bytes,
     decide_kv_cache_tokens,
+    explaining_memory,
     free_bytes_for_cache,
     keep_freed_memory,
     kv_bytes_per_token,
@@ -90,3 +91,12 @@ def test_a_freed_tensor_of_20_mb_is_the_next_ones_memory_without_new_pages() -> 
         torch.ones(num_bytes, dtype=torch.uint8)
     new_pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert new_pages * resource.getpagesize() < num_bytes  # of ten times as many
+
+
+def test_a_gpu_that_is_full_is_explained() -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139 GiB")
+    with (
+        pytest.raises(SettingsError, match=r"does not hold the CUDA graphs: .*2\.00 GiB.*engine\.max_tokens_per_step"),
+        explaining_memory("the CUDA graphs"),
+    ):
+        raise full
