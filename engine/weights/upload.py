@@ -115,7 +115,7 @@ class Upload:
         """On a thread."""
         if (copied := self._copied[buffer_id]) is not None:
             copied.synchronize()
-        left, offset = memoryview(self._buffers[buffer_id].numpy())[: piece.num_bytes], piece.offset
+        left, offset = self._buffers[buffer_id].numpy().data[: piece.num_bytes], piece.offset
         while left:
             try:
                 count = os.preadv(self._files[piece.path], [left], offset)
