@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -209,7 +209,7 @@ def _load(
     model: ModelSettings, settings: EngineSettings, progress: Progress, fail: Fail
 ) -> tuple[ServedEngine, EngineInfo]:
     progress("libraries", 0.0)  # torch takes seconds to import: after the hello
-    _keep_compiled_kernels()
+    keep_compiled_kernels(os.environ)
     from engine.loading import load_engine
 
     libraries_seconds = seconds_since_start()
@@ -227,21 +227,21 @@ def seconds_since_start() -> float:
         return 0.0
 
 
-def _keep_compiled_kernels() -> None:
+def keep_compiled_kernels(environment: MutableMapping[str, str]) -> None:
     """flash-attn keeps what it compiles, 3 to 5 seconds a kernel, only where it is told to before it is imported.
 
     Not in its own default folder, which is below /tmp, where others could leave code for us. A setting of the user's
     stands.
     """
-    if "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" in os.environ:
+    if "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" in environment:
         return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagemill" / "flash-attention"
+    folder = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagemill" / "flash-attention"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return  # no home to write to: compiled anew by every process
-    os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+    environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+    environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,0 +1,35 @@
+"""What the engine process does of itself: where its kernels are kept, and what its start took."""
+
+from pathlib import Path
+
+from engine.client import EngineClient
+from engine.process import keep_compiled_kernels, seconds_since_start
+from schemas.inference import EngineSettings, ModelSettings
+from tests.tiny_models import write_tiny_model
+
+
+def test_compiled_kernels_are_kept_in_a_folder_that_is_ours_alone(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    keep_compiled_kernels(environment)
+    folder = tmp_path / "pagemill" / "flash-attention"
+    assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_users_word_on_it_stands_and_no_home_is_no_harm(tmp_path: Path) -> None:
+    off = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    keep_compiled_kernels(off)
+    assert off == {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    (tmp_path / "file").touch()
+    no_home = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    keep_compiled_kernels(no_home)
+    assert no_home == {"XDG_CACHE_HOME": str(tmp_path / "file")}
+
+
+def test_a_started_process_says_what_each_part_of_its_start_took(tmp_path: Path) -> None:
+    model = ModelSettings(path=str(write_tiny_model(tmp_path)), dtype="float32", device="cpu")
+    with EngineClient(model, EngineSettings(max_running=4, kv_cache_tokens=512)) as client:
+        info = client.start(60.0)
+    assert list(info.start_seconds) == ["libraries", "tokenizer", "weights", "memory", "cache", "canary", "runner"]
+    assert 0 < info.start_seconds["libraries"] < seconds_since_start()  # this process is the elder one
