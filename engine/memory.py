@@ -119,9 +119,14 @@ def explaining_memory(what: str) -> Iterator[None]:
     """Raises SettingsError, with what to lower, where a GPU's memory does not hold `what`."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
+            cause = cause.__context__  # a capture that it ended fails in a way of its own
+        if cause is None:
+            raise
         raise SettingsError(
-            f"the GPU's memory does not hold {what}: {' '.join(str(error).split())} Lower engine.memory_fraction or "
+            f"the GPU's memory does not hold {what}: {' '.join(str(cause).split())} Lower engine.memory_fraction or "
             "engine.kv_cache_tokens for what others need there, engine.max_tokens_per_step and engine.max_running for "
             "smaller steps; or take a smaller model, or several GPUs (engine.tensor_parallel)"
         ) from error

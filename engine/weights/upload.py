@@ -50,6 +50,7 @@ class Upload:
         is_cuda = device.type == "cuda"
         self._device = device
         self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(num_buffers)]
+        self._memory = [buffer.numpy().data for buffer in self._buffers]
         # When the last copy out of each buffer is over.
         self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
         self._ranges = deque(ranges)
@@ -115,7 +116,7 @@ class Upload:
         """On a thread."""
         if (copied := self._copied[buffer_id]) is not None:
             copied.synchronize()
-        left, offset = self._buffers[buffer_id].numpy().data[: piece.num_bytes], piece.offset
+        left, offset = self._memory[buffer_id][: piece.num_bytes], piece.offset
         while left:
             try:
                 count = os.preadv(self._files[piece.path], [left], offset)

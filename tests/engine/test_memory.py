@@ -93,10 +93,18 @@ def test_a_freed_tensor_of_20_mb_is_the_next_ones_memory_without_new_pages() -> 
     assert new_pages * resource.getpagesize() < num_bytes  # of ten times as many
 
 
-def test_a_gpu_that_is_full_is_explained() -> None:
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139 GiB")
+def run_out_in_a_capture(error: type[Exception]) -> None:
+    try:
+        raise error("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139 GiB")
+    finally:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_gpu_that_is_full_is_explained_even_where_the_capture_fails_of_it() -> None:
     with (
         pytest.raises(SettingsError, match=r"does not hold the CUDA graphs: .*2\.00 GiB.*engine\.max_tokens_per_step"),
         explaining_memory("the CUDA graphs"),
     ):
-        raise full
+        run_out_in_a_capture(torch.OutOfMemoryError)
+    with pytest.raises(RuntimeError, match="previous error"), explaining_memory("the CUDA graphs"):
+        run_out_in_a_capture(ValueError)
