@@ -101,7 +101,10 @@ def check_stopped(worker: WorkerProcess) -> Iterator[str]:
 def check_ended(worker: WorkerProcess) -> Iterator[str]:
     """A worker that ended by itself said why, in a sentence."""
     end = account(worker)
-    if "Traceback" in worker.log or not last_words(worker).startswith("pagemill: "):
+    # A traceback within a line is a library's log of what it went on from.
+    if any(line.startswith("Traceback") for line in worker.log.splitlines()) or not last_words(worker).startswith(
+        "pagemill: "
+    ):
         yield f"{worker.name} ended with {worker.exit_code} by itself: {last_words(worker)}"
     elif end is not None and end["imbalance"]:
         yield f"{worker.name}'s account does not balance: {end}"
