@@ -213,7 +213,7 @@ def test_pairs_of_questions_on_one_document_read_it_once_each(dtype: torch.dtype
 
 @pytest.mark.parametrize("rows", [[(1, 200 + i) for i in range(9)], [(1, 200), (1, 130)], [(40, 200)]])
 def test_what_all_keys_have_in_common_costs_bf16_nothing(rows: list[tuple[int, int]]) -> None:
-    step = make_step(rows, 14, 2, 64, dtype=torch.bfloat16, shared_blocks=9)
+    step = make_step(rows, 14, 2, 64, dtype=torch.bfloat16, shared_blocks=9).on_cpu()
     step.key_cache.add_(torch.linspace(-60, 60, 64).bfloat16())  # as a key bias does: scores of a thousand
     assert largest_difference(step.cpu(), step.reference()) < TOLERANCE[torch.bfloat16]
 
