@@ -99,6 +99,12 @@ class GroupMember:
         """Whether the group has settled with us in it."""
         return bool(self._consumer.group_metadata().state == MemberState.STABLE)
 
+    @property
+    def silent_seconds(self) -> float:
+        """Since a broker last told the topics' state, which the client asks for every five seconds."""
+        last_answer_ms = self._consumer._cluster._last_successful_refresh_ms
+        return max(0.0, time.monotonic() - last_answer_ms / 1000) if last_answer_ms else 0.0
+
     def hold(self, holds: bool) -> None:
         """Pauses everything, what a rebalance brings included, or resumes it. `read` must go on being called."""
         if holds != self._holds:

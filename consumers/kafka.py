@@ -14,6 +14,7 @@ from consumers.dead_letter import DeadLetter, DeadLetterWriter
 from consumers.decode import decode_document
 from consumers.group_member import GroupMember
 from consumers.offsets import OffsetTracker
+from consumers.outage import OutageWatch
 from consumers.topics import ensure_topics
 from schemas.document import Assignment, Document, RawMessage, RejectedDocument, SourcePosition
 from schemas.errors import Failure, SourceError
@@ -39,6 +40,7 @@ class KafkaSource:
         self._clock = clock
         self._tracker = OffsetTracker()
         self._member = GroupMember(settings, self._tracker, self._apply_completions, clock)
+        self._outage = OutageWatch(settings, clock)
         self._dead_letters = DeadLetterWriter(
             settings, worker or settings.client_id, self._tracker.is_current, self._fail
         )
@@ -190,7 +192,8 @@ class KafkaSource:
             limit = self._settings.max_document_bytes
             self._hand_over([self._decode(raw, limit) for raw in in_flight])
         self._member.commit_if_due()
-        self._has_assignment = self._member.is_stable
+        self._outage.look(self._member.silent_seconds)
+        self._has_assignment = self._member.is_stable and not self._outage.is_away
         self._look_for_the_end()
         self._hand_back_if_draining()
         if self._holds:

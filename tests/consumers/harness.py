@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.structs import OffsetAndMetadata
 
 from consumers.kafka import KafkaSource
@@ -139,6 +140,9 @@ class BrokerView:
     def add_partition(self, topic: str, num_partitions: int) -> None:
         """So that the topic has that many."""
         self._admin.create_partitions({topic: num_partitions})
+
+    def set_topic(self, topic: str, configs: dict[str, str]) -> None:
+        self._admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs)])
 
     def delete_records_before(self, topic: str, offset: int) -> None:
         self._admin.delete_records({TopicPartition(topic, 0): offset})

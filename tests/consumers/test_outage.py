@@ -1,0 +1,121 @@
+"""Kafka away while we run: said once, with the reason, and once that it is back."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from consumers.outage import OutageWatch
+from schemas.document import RejectedDocument, SourcePosition
+from schemas.errors import SourceError
+from schemas.settings import KafkaSettings
+from tests.consumers.harness import BrokerView, kafka_settings, produce, prompts, running, take, wait_until
+from tests.servers.kafka_broker import KafkaBroker
+
+
+@pytest.fixture
+def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
+    view = BrokerView(kafka_broker.bootstrap_servers)
+    yield view
+    view.close()
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message.partition(";")[0] for record in caplog.records if record.name == "consumers.outage"]
+
+
+def test_an_outage_is_told_once_for_each_reason_and_its_end_once(caplog: pytest.LogCaptureFixture) -> None:
+    now, reason, probes = [0.0], ["nobody listens"], [0]
+
+    def probe(_: KafkaSettings) -> None:
+        probes[0] += 1
+        if reason[0]:
+            raise SourceError(reason[0])
+
+    watch = OutageWatch(KafkaSettings(), lambda: now[0], probe)
+
+    def silent(seconds: float) -> None:
+        now[0] += 5
+        watch.look(seconds)
+
+    for seconds in (0, 5, 9):
+        silent(seconds)
+    assert (told(caplog), probes[0]) == ([], 0)
+    for seconds in (14, 19, 24, 29):
+        silent(seconds)
+    assert (told(caplog), probes[0], watch.is_away) == (["Kafka is away"], 2, True)  # asked every ten seconds
+    reason[0] = "authentication failed"
+    silent(34)
+    assert told(caplog) == ["Kafka is away"] * 2
+    silent(1)
+    silent(1)
+    assert told(caplog) == ["Kafka is away"] * 2 + ["Kafka is back"]
+    assert not watch.is_away
+    assert caplog.records[-1].__dict__["away_seconds"] == 45.0 - (20.0 - 14.0)
+
+
+def test_a_silence_of_our_own_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
+    watch = OutageWatch(KafkaSettings(), lambda: 0.0, lambda _: None)  # a new connection is taken
+    watch.look(60.0)
+    assert (told(caplog), watch.is_away) == ([], False)
+
+
+@pytest.mark.real_servers
+def test_a_broker_frozen_for_a_while_is_told_and_costs_nothing_but_time(
+    kafka_broker: KafkaBroker,
+    kafka_topic: Callable[..., str],
+    broker_view: BrokerView,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), session_timeout_seconds=45.0)
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts("a", "b"))
+    with running(settings) as source:
+        first = take(source, 2)
+        frozen_at = time.monotonic()
+        kafka_broker.freeze()
+        try:
+            source.complete([first[0].position])
+            wait_until(lambda: told(caplog) == ["Kafka is away"], "the outage is told")
+            assert not source.has_assignment  # not ready
+            while time.monotonic() < frozen_at + 17.0:
+                assert source.poll(10, 0.5) == []
+        finally:
+            kafka_broker.thaw()
+        wait_until(lambda: told(caplog) == ["Kafka is away", "Kafka is back"], "that it is back")
+        source.complete([first[1].position])
+        produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts("c"))
+        (late,) = take(source, 1)
+        assert late.position.offset == 2  # nothing was delivered again
+        source.complete([late.position])
+        wait_until(source.is_drained, "all is complete")
+    assert broker_view.committed(settings) == 3
+    [away] = [record for record in caplog.records if record.message.startswith("Kafka is away")]
+    assert f"{kafka_broker.bootstrap_servers}: no answer within 3 s" in away.__dict__["reason"]
+
+
+@pytest.mark.real_servers
+def test_a_dead_letter_that_cannot_be_delivered_holds_the_commit_until_it_is_and_arrives_whole(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    letters = kafka_topic(prefix="dead-letters", **{"message.timestamp.before.max.ms": "0"})  # too old on arrival
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), dead_letter_topic=letters)
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], [*prompts("first"), b"no JSON", *prompts("last")])
+    acknowledged: list[SourcePosition] = []
+    with running(settings) as source:
+        first, bad, last = take(source, 3)
+        assert isinstance(bad, RejectedDocument)
+        refused = bad
+
+        def acknowledge() -> None:
+            acknowledged.append(refused.position)
+            source.complete([refused.position])
+
+        source.dead_letter(bad.position, "job-1", bad.failure, acknowledge)
+        source.complete([first.position, last.position])
+        wait_until(lambda: broker_view.committed(settings) == 1, "what is before it is committed")
+        assert source.poll(1, 2.0) == []  # ten intervals between commits
+        assert (broker_view.committed(settings), acknowledged) == (1, [])
+        broker_view.set_topic(letters, {"message.timestamp.before.max.ms": "3600000"})
+        wait_until(lambda: broker_view.committed(settings) == 3, "it is delivered, and all is committed")
+    (letter,) = broker_view.records(letters, 1)
+    assert letter.value == b"no JSON"
