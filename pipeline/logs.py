@@ -25,7 +25,10 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
         renderer = structlog.processors.JSONRenderer()
     else:
         last = []
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Its own way to write a traceback shows every local variable, passwords among them.
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     structlog.configure(
         processors=[*shared, *last, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),

@@ -39,5 +39,24 @@ def test_each_event_is_a_line_with_its_ids() -> None:
     assert all("timestamp" in line for line in (revoked, lost, theirs, bug))
 
 
+def test_a_traceback_shows_no_local_variable_in_either_format() -> None:
+    program = """
+import logging, sys
+from pipeline.logs import configure_logs
+configure_logs("debug", sys.argv[1])
+def connect(options):
+    secret = "hunter" + "2"
+    raise ValueError(len(options))
+try:
+    connect({"password": "hunter" + str(2)})
+except ValueError:
+    logging.getLogger("consumers.kafka").exception("a bug")
+"""
+    for log_format in ("json", "console"):
+        ended = subprocess.run([sys.executable, "-c", program, log_format], capture_output=True, text=True, check=True)
+        assert "in connect" in ended.stderr
+        assert "hunter2" not in ended.stderr
+
+
 def test_the_level_leaves_out_what_is_below_it() -> None:
     assert [line["event"] for line in lines("error")] == ["a bug"]
