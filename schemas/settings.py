@@ -149,7 +149,9 @@ def load_settings(
         _read_file(file, given)
     _read_environment(environment, given)
     for key, value in overrides.items():
-        given.put(tuple(key.split(".")) if not key.startswith("tasks.") else _split_task_key(key), value, "flag")
+        path = tuple(key.split(".")) if not key.startswith("tasks.") else _split_task_key(key)
+        given.put(path, value, "flag")
+    given.require_no_secret("flag")
     given.require_known()
     for name in given.values.get("tasks", {}):
         if not re.fullmatch(TASK_NAME_PATTERN, name):
@@ -212,6 +214,16 @@ class _Given:
             here = deeper
         here[path[-1]] = value
         self.origins[".".join(path)] = origin
+
+    def require_no_secret(self, origin: str) -> None:
+        """Raises SettingsError where one was given there: every user of the machine can read a command's flags."""
+        for key, came_from in self.origins.items():
+            annotation = _annotation_at(tuple(key.split(".")))
+            if came_from == origin and SecretStr in (annotation, *typing.get_args(annotation)):
+                raise SettingsError(
+                    f"{key} is a secret, and the machine's other users can read flags: give {key}_file, or "
+                    f"{ENVIRONMENT_PREFIX}{key.replace('.', '__').upper()} in the environment"
+                )
 
     def require_known(self) -> None:
         """Raises SettingsError for the first key that no setting has, with the nearest one that exists."""

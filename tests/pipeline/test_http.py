@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.http import StatusServer
 from schemas.errors import SettingsError
+from schemas.settings import WorkerSettings
 
 
 class Face:
@@ -53,6 +54,19 @@ def test_readyz_says_which_part_is_not_ready(face: Face) -> None:
 def test_metrics_are_prometheus_text_and_other_paths_are_not_there(face: Face) -> None:
     assert face.get("/metrics?name[]=a") == (200, "a 1\n")
     assert face.get("/")[0] == 404
+
+
+def test_nothing_but_reading_is_served_so_that_no_request_changes_anything(face: Face) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"):
+        for path in ("/", "/livez", "/readyz", "/metrics", "/drain", "/-/reload"):
+            with socket.create_connection(("127.0.0.1", face.server.port)) as client:
+                client.sendall(f"{method} {path} HTTP/1.0\r\nContent-Length: 0\r\n\r\n".encode())
+                assert b" 501 " in client.makefile("rb").readline(), (method, path)
+    assert face.get("/livez")[0] == 200
+
+
+def test_it_is_served_on_loopback_alone_unless_the_settings_say_otherwise() -> None:
+    assert WorkerSettings().http_host == "127.0.0.1"
 
 
 def test_a_taken_port_is_told_with_its_setting(face: Face) -> None:
