@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos test-long fuzz test-gpu check format model install clean bench-%
+.PHONY: help demo test chaos test-long fuzz test-gpu check audit format model install clean bench-%
 
 help:
 	@echo "make demo            install, fetch a small model, and answer questions about the installed packages"
@@ -19,7 +19,8 @@ help:
 	@echo "make test-long       the long tests"
 	@echo "make fuzz            a million inputs to what reads bytes of others: messages, settings, templates, metadata"
 	@echo "make test-gpu        the tests that need a CUDA device"
-	@echo "make check           ruff, mypy strict, layers"
+	@echo "make check           ruff, mypy strict, layers, and of the dependencies their versions, fit and licences"
+	@echo "make audit           known vulnerabilities of the dependencies; over the network"
 	@echo "make format          ruff's fixes and format"
 	@echo "make bench-NAME      tests/bench/NAME.py (cpu-engine, pipeline, ...)"
 	@echo "make model           fetch and verify the demo's model; prints its path"
@@ -52,6 +53,13 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layers.py
+	$(BIN)/python -m tests.audit_dependencies
+
+# In an environment of its own, and over the network: it asks a database of known vulnerabilities for every pin.
+AUDIT := build/audit
+audit: | $(BIN)/python
+	test -x $(AUDIT)/bin/pip-audit || { $(BIN)/python -m venv $(AUDIT) && $(AUDIT)/bin/pip install 'pip-audit>=2.10,<3'; }
+	$(AUDIT)/bin/pip-audit --no-deps --disable-pip -r constraints.txt
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix
