@@ -27,7 +27,7 @@ LICENCE_ELSEWHERE = {"cuda-toolkit": "NVIDIA: a package without content, which n
 
 def pinned(constraints: str) -> dict[str, str]:
     """Name -> version of a constraints file. Raises ValueError for a line that leaves the version open."""
-    pins = {}
+    pins: dict[str, str] = {}
     for line in constraints.splitlines():
         text = line.partition("#")[0].strip()
         if not text:
@@ -80,9 +80,10 @@ def wrong_versions(pins: Mapping[str, str], versions: Mapping[str, str]) -> list
 
 def licence(distribution: Distribution) -> str:
     """As its metadata say, in one line; empty where they do not."""
-    told = distribution.metadata
-    kinds = [kind for kind in told.get_all("Classifier") or [] if kind.startswith("License ::")]
-    return " ".join([told.get("License-Expression") or "", *kinds, (told.get("License") or "")[:200]]).strip()
+    told = distribution.metadata.get_all
+    kinds = [kind for kind in told("Classifier") or [] if kind.startswith("License ::")]
+    texts = [text[:200] for text in told("License") or []]  # some hold the whole licence
+    return " ".join([*(told("License-Expression") or []), *kinds, *texts]).strip()
 
 
 def unknown_licences(distributions: Mapping[str, Distribution]) -> list[str]:
@@ -97,7 +98,9 @@ def unknown_licences(distributions: Mapping[str, Distribution]) -> list[str]:
 
 def main() -> int:
     """Prints what is wrong, and what was not looked at; 1 where anything is wrong."""
-    installed = {canonicalize_name(one.name): one for one in importlib.metadata.distributions()}
+    installed: dict[str, Distribution] = {
+        canonicalize_name(one.name): one for one in importlib.metadata.distributions()
+    }
     reached, wrong = reach(installed, OURS, ("demo", "dev"))
     versions = {name: one.version for name, one in reached.items() if name not in NOT_PINNED}
     wrong += wrong_versions(pinned((ROOT / "constraints.txt").read_text()), versions)
