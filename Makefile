@@ -55,11 +55,12 @@ check: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/test_layers.py
 	$(BIN)/python -m tests.audit_dependencies
 
-# In an environment of its own, and over the network: it asks a database of known vulnerabilities for every pin.
+# In an environment of its own, and over the network: it asks a database of known vulnerabilities for every pin. Strict:
+# a package that the database does not know fails it, or an index that is only a mirror would look like a clean bill.
 AUDIT := build/audit
 audit: | $(BIN)/python
 	test -x $(AUDIT)/bin/pip-audit || { $(BIN)/python -m venv $(AUDIT) && $(AUDIT)/bin/pip install 'pip-audit>=2.10,<3'; }
-	$(AUDIT)/bin/pip-audit --no-deps --disable-pip -r constraints.txt
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix

@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 from kafka import KafkaProducer
 
+from consumers.connection import check_connection
 from consumers.topics import ensure_topics
 from schemas.document import Document, RejectedDocument
 from schemas.errors import Failure, FailureCode, SourceError, Stage
 from tests.consumers.harness import (
+    DEADLINE_SECONDS,
     BrokerView,
     kafka_settings,
     offsets_of,
@@ -332,7 +335,10 @@ def test_a_broker_that_dies_and_comes_back_costs_nothing_but_time(tmp_path: Path
             work(documents)
             assert source.poll(1, 2.0) == [], "nothing arrives, and nothing is raised"
             assert source.num_in_flight == 1, "the dead letter cannot be acknowledged"
-            broker.restart()
+            with ThreadPoolExecutor(1) as threads:
+                another = threads.submit(check_connection, settings, DEADLINE_SECONDS)  # as a worker's start does
+                broker.restart()
+                another.result()  # it has waited, and raised nothing
             produce(broker.bootstrap_servers, "documents", prompts(3))
             # A restart that outlasts the session begins another epoch, and what was not committed comes again.
             wait_until(lambda: work(source.poll(10, 0.1)) == {0, 1, 2, 3} and source.is_drained(), "all is complete")
