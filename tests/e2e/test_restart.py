@@ -18,6 +18,7 @@ from tests.servers.kafka_broker import KafkaBroker
 
 pytestmark = pytest.mark.real_servers
 
+ROOT = Path(__file__).parents[2]
 SLOW_TOKEN = 7  # the first worker never answers it
 
 
@@ -48,7 +49,8 @@ class Place:
             name,
             self.servers.settings(str(self._model), **changes),
             "--until-drained",
-            command=[sys.executable, "-m", "tests.chaos.worker", json.dumps(command)],
+            # In a folder of its own, from where the tests are not found by themselves.
+            command=["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.chaos.worker", json.dumps(command)],
         )
         self._started.append(worker)
         return worker
