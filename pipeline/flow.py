@@ -40,6 +40,7 @@ LOOK_UP_WAIT_SECONDS = 0.005  # while documents are looked up and nothing else i
 SWEEP_SECONDS = 0.25  # between looks for work of revoked partitions
 ACCOUNT_SECONDS = 1.0  # between two comparisons of the account with the source's own count
 ACCOUNT_PATIENCE_SECONDS = 20.0  # counts of several threads may differ for a moment, and never for so long
+ACCOUNT_WAIT_SECONDS = 0.005  # between two looks whether the source has heard of every ending
 
 
 class Flow:
@@ -442,7 +443,7 @@ class Flow:
         not heard of."""
         until = time.monotonic() + timeout_seconds
         while (left := self._source.num_handed_out - self._num_open_now()) and time.monotonic() < until:
-            time.sleep(LOOK_UP_WAIT_SECONDS)
+            time.sleep(ACCOUNT_WAIT_SECONDS)
         self.totals.disagreement = self.totals.disagreement or left
 
     def _num_open_now(self) -> int:
