@@ -1,19 +1,21 @@
 """Workers and the model that they serve in end-to-end tests."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from tests.e2e.workers import WorkerProcess
+from tests.e2e.workers import COMMAND, WorkerProcess
 from tests.tiny_models import write_tiny_gguf, write_tiny_model
 
 
 class StartWorker(Protocol):
-    """Starts a worker process with these settings and arguments of `pagemill worker`."""
+    """Starts a worker process with these settings and arguments of `pagemill worker`, or of another `command`."""
 
-    def __call__(self, name: str, settings: Mapping[str, Any], *arguments: str) -> WorkerProcess: ...
+    def __call__(
+        self, name: str, settings: Mapping[str, Any], *arguments: str, command: Sequence[str] = COMMAND
+    ) -> WorkerProcess: ...
 
 
 @pytest.fixture
@@ -21,8 +23,10 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
     """What it started and still runs at the test's end is killed."""
     started: list[WorkerProcess] = []
 
-    def start(name: str, settings: Mapping[str, Any], *arguments: str) -> WorkerProcess:
-        worker = WorkerProcess(tmp_path, name, settings, *arguments)
+    def start(
+        name: str, settings: Mapping[str, Any], *arguments: str, command: Sequence[str] = COMMAND
+    ) -> WorkerProcess:
+        worker = WorkerProcess(tmp_path, name, settings, *arguments, command=command)
         started.append(worker)
         return worker
 

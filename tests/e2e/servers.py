@@ -63,10 +63,10 @@ class Servers:
             settings[part] = {**settings.get(part, {}), **values}
         return {**settings, "tasks": TASKS}
 
-    def create_topic(self, num_partitions: int) -> None:
+    def create_topic(self, num_partitions: int, replication_factor: int = 1) -> None:
         admin = KafkaAdminClient(bootstrap_servers=self.kafka)
         try:
-            admin.create_topics([NewTopic(self.topic, num_partitions, 1)])
+            admin.create_topics([NewTopic(self.topic, num_partitions, replication_factor)])
         finally:
             admin.close()
 

@@ -41,10 +41,6 @@ class Away:
     come_back: Callable[[], None]
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
 class Watched:
     """A worker with a fake engine on servers of which one is to go away."""
 
@@ -84,11 +80,11 @@ def run_through(worker: Watched, own: e2e.Servers, client: Elasticsearch, num_do
     wait_until("partitions pause", lambda: worker.reading("pagemill_source_documents_in_flight") >= MAX_IN_FLIGHT)
     wait_until("the engine has nothing left to do", lambda: worker.held("engine") == 0)
     indexed, answered = worker.indexed(), worker.reading("pagemill_tokens_total", kind="completion")
-    resident = [resident_bytes(process.pid)]
+    resident = [process.resident_bytes]
     until = time.monotonic() + away.seconds
     while time.monotonic() < until:
         time.sleep(0.5)
-        resident.append(resident_bytes(process.pid))
+        resident.append(process.resident_bytes)
         assert worker.reading("pagemill_source_documents_in_flight") == MAX_IN_FLIGHT
     assert worker.reading("pagemill_tokens_total", kind="completion") == answered  # nothing is computed into nowhere
     assert worker.indexed() == indexed

@@ -57,6 +57,10 @@ class WorkerProcess:
         return self._process.pid
 
     @property
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 

@@ -1,4 +1,4 @@
-"""A real Apache Kafka broker (one KRaft node) on loopback, for tests and benchmarks."""
+"""A real Apache Kafka broker (one KRaft node, or more that make a cluster) on loopback, for tests and benchmarks."""
 
 import base64
 import socket
@@ -35,6 +35,7 @@ class KafkaBroker(Server):
     `sasl_users` (name -> password) adds a second listener at `sasl_bootstrap_servers`, where those users authenticate
     with SASL PLAIN or SCRAM. `proxy_port` adds one at `proxied_port` that tells its clients to come to that port
     of loopback, where a proxy passes them on. `listeners` (name -> how it is spoken to) adds each at `address(name)`.
+    `first` is another broker, whose cluster this one joins: that one is its controller, and must outlive it.
     Data stay in `directory` over `stop`, `kill` and `restart`.
     """
 
@@ -45,8 +46,12 @@ class KafkaBroker(Server):
         sasl_users: Mapping[str, str],
         proxy_port: int | None,
         listeners: Mapping[str, Listener],
+        first: "KafkaBroker | None" = None,
     ) -> None:
         self.directory = directory
+        self._first = first
+        self.node_id: int = 1 if first is None else first.node_id + 1
+        self._cluster_id: str = _new_cluster_id() if first is None else first._cluster_id
         self._proxy_port = proxy_port
         self._properties = dict(properties)
         self._sasl_users = dict(sasl_users)
@@ -70,6 +75,7 @@ class KafkaBroker(Server):
         sasl_users: Mapping[str, str] | None = None,
         proxy_port: int | None = None,
         listeners: Mapping[str, Listener] | None = None,
+        first: "KafkaBroker | None" = None,
         /,
         **properties: str,
     ) -> Self:
@@ -77,7 +83,7 @@ class KafkaBroker(Server):
         directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(_NUM_START_ATTEMPTS):
             home = directory / f"attempt-{attempt}" if attempt else directory
-            broker = cls(home, properties, sasl_users or {}, proxy_port, listeners or {})
+            broker = cls(home, properties, sasl_users or {}, proxy_port, listeners or {}, first)
             try:
                 broker._format()
                 broker._start()
@@ -104,9 +110,8 @@ class KafkaBroker(Server):
         self.directory.mkdir(parents=True, exist_ok=True)
         lines = [f"{name}={value}" for name, value in {**self._defaults(), **self._properties}.items()]
         self._properties_path.write_text("\n".join(lines) + "\n")
-        cluster_id = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
         command = [*self._java, "-cp", self._class_path, "kafka.tools.StorageTool"]
-        command += ["format", "-t", cluster_id, "-c", str(self._properties_path)]
+        command += ["format", "-t", self._cluster_id, "-c", str(self._properties_path)]
         for name, password in self._sasl_users.items():
             for mechanism in SASL_MECHANISMS[1:]:
                 command += ["--add-scram", f"{mechanism}=[name={name},password={password}]"]
@@ -129,11 +134,13 @@ class KafkaBroker(Server):
             protocols[name] = f"SASL_{kind}" if listener.mechanisms else kind
             properties = {**self._tls_properties(name, listener), **self._sasl_properties(listener)}
             spoken |= {f"listener.name.{name.lower()}.{key}": value for key, value in properties.items()}
+        controller = self._first or self
+        controllers = [f"CONTROLLER://127.0.0.1:{self._controller_port}"] if controller is self else []
         return {
-            "process.roles": "broker,controller",
-            "node.id": "1",
-            "controller.quorum.voters": f"1@127.0.0.1:{self._controller_port}",
-            "listeners": ",".join([*listeners.values(), f"CONTROLLER://127.0.0.1:{self._controller_port}"]),
+            "process.roles": "broker,controller" if controller is self else "broker",
+            "node.id": str(self.node_id),
+            "controller.quorum.voters": f"{controller.node_id}@127.0.0.1:{controller._controller_port}",
+            "listeners": ",".join([*listeners.values(), *controllers]),
             "advertised.listeners": ",".join({**listeners, **advertised}.values()),
             "listener.security.protocol.map": ",".join(f"{name}:{kind}" for name, kind in protocols.items()),
             "controller.listener.names": "CONTROLLER",
@@ -182,3 +189,7 @@ class KafkaBroker(Server):
                 return len(connection.recv(4)) == 4
         except OSError:
             return False
+
+
+def _new_cluster_id() -> str:
+    return base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).decode().rstrip("=")
