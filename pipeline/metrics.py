@@ -158,6 +158,7 @@ def _sink(stats: SinkStats) -> Iterable[Metric]:
     )
     yield GaugeMetricFamily("pagemill_sink_calls", "Bulk calls under way", value=stats.num_calling)
     yield GaugeMetricFamily("pagemill_sink_pending", "Rows not yet settled", value=stats.num_pending)
+    yield GaugeMetricFamily("pagemill_sink_pending_bytes", "Bytes of these rows", value=stats.pending_bytes)
     yield CounterMetricFamily("pagemill_sink_bulk_seconds", "Seconds of bulk calls, summed", value=stats.bulk_seconds)
     yield GaugeMetricFamily("pagemill_sink_bulk_documents", "What a bulk may hold now", value=stats.bulk_documents)
     yield GaugeMetricFamily("pagemill_sink_bulk_calls", "Bulk calls that may be under way now", value=stats.bulk_calls)

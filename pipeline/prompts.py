@@ -123,6 +123,7 @@ class PromptBuilder:
         self._block_size = engine.block_size
         self._identity = engine.identity
         self._clock = clock
+        self._shared_ids: dict[int, int] = {}  # each token id of the backlog once: 8 bytes a token of it and not 36
         self._max_rendered_characters = max_rendered_characters
 
     def prepare(self, document: Document) -> PreparedDocument:
@@ -147,6 +148,7 @@ class PromptBuilder:
             truncated = True
         if sampling.max_tokens > self._context - len(token_ids):
             sampling = dataclasses.replace(sampling, max_tokens=self._context - len(token_ids))
+        token_ids = tuple(map(self._shared_ids.setdefault, token_ids, token_ids))
         seed = sampling.seed if sampling.seed is not None else derived_seed(document.identity)
         hashes = hash_blocks(token_ids, self._block_size, self._identity)
         return PreparedDocument(document, task, token_ids, hashes, sampling, seed, truncated)

@@ -58,6 +58,7 @@ class SinkStats:
     num_superseded: int = 0
     num_rejected: int = 0
     num_pending: int = 0
+    pending_bytes: int = 0
     num_waiting: int = 0  # of these, not in a writer's hands
     num_breaker_openings: int = 0
     breaker: BreakerState = BreakerState.CLOSED
@@ -104,6 +105,7 @@ class ElasticsearchSink:
         self._outbox_bytes = 0
         self._unencodable: list[RejectedRow] = []
         self._num_pending = 0
+        self._pending_bytes = 0  # of their bodies; a row that cannot be written down has none
         self._num_draining = 0  # callers of drain: do not wait for a bulk to fill
         self._is_flushing = False  # nor while this holds, which is until the outbox is empty
         self._error: SinkError | None = None
@@ -131,8 +133,9 @@ class ElasticsearchSink:
 
     @property
     def has_room(self) -> bool:
-        """Whether the outbox is below its limit. Everything not yet settled counts, in a writer's hands or not."""
-        return self._num_pending < self._settings.outbox_documents
+        """Whether the outbox is below its limits. Everything not yet settled counts, in a writer's hands or not."""
+        settings = self._settings
+        return self._num_pending < settings.outbox_documents and self._pending_bytes < settings.outbox_bytes
 
     @property
     def num_pending(self) -> int:
@@ -160,12 +163,14 @@ class ElasticsearchSink:
                 unencodable.append(RejectedRow(row, position, alias, version, failure))
             else:
                 outbound.append(OutboundRow(row, position, alias, identity, version, body, now))
+        num_bytes = _num_bytes(outbound)
         with self._lock:
             was_empty = not self._outbox
             self._num_pending += len(rows)
+            self._pending_bytes += num_bytes
             self._unencodable += unencodable
             self._outbox.extend(outbound)
-            self._outbox_bytes += sum([len(row.body) for row in outbound])
+            self._outbox_bytes += num_bytes
             # A writer waits for the first row, then for a full bulk; every row between would only wake it for nothing.
             if unencodable or (outbound and was_empty) or self._is_full():
                 self._work_came.notify()
@@ -244,6 +249,7 @@ class ElasticsearchSink:
             return replace(
                 self._stats,
                 num_pending=self._num_pending,
+                pending_bytes=self._pending_bytes,
                 num_waiting=len(self._outbox),
                 num_breaker_openings=self._breaker.num_openings,
                 breaker=self._breaker.state,
@@ -304,7 +310,7 @@ class ElasticsearchSink:
     def _take_bulk(self) -> list[OutboundRow]:
         num_rows = self._window.fit(len(row.body) for row in self._outbox)
         rows = [self._outbox.popleft() for _ in range(num_rows)]
-        self._outbox_bytes -= sum([len(row.body) for row in rows])
+        self._outbox_bytes -= _num_bytes(rows)
         self._is_flushing = self._is_flushing and bool(self._outbox)
         if self._outbox:
             self._work_came.notify()  # another writer may have its bulk, or has to wait for its time
@@ -392,13 +398,14 @@ class ElasticsearchSink:
         for verdict, rows in acknowledged:
             if rows:
                 self._on_acknowledged([row.position for row in rows], verdict)
-                self._settled(len(rows))
+                self._settled(len(rows), _num_bytes(rows))
         if outcome.rejected:
             self._report_rejected(
-                [RejectedRow(row.row, row.position, row.index, row.version, why) for row, why in outcome.rejected]
+                [RejectedRow(row.row, row.position, row.index, row.version, why) for row, why in outcome.rejected],
+                _num_bytes([row for row, _ in outcome.rejected]),
             )
 
-    def _report_rejected(self, rejected: Sequence[RejectedRow]) -> None:
+    def _report_rejected(self, rejected: Sequence[RejectedRow], num_bytes: int = 0) -> None:
         for each in rejected:
             if each.row.failure is not None and each.row.failure.code is FailureCode.SINK_REJECTED:
                 raise SinkError(  # the row that says "rejected" was rejected: there is no third way to keep the account
@@ -407,10 +414,15 @@ class ElasticsearchSink:
         with self._lock:
             self._stats = replace(self._stats, num_rejected=self._stats.num_rejected + len(rejected))
         self._on_rejected(list(rejected))
-        self._settled(len(rejected))
+        self._settled(len(rejected), num_bytes)
 
-    def _settled(self, num_rows: int) -> None:
+    def _settled(self, num_rows: int, num_bytes: int) -> None:
         with self._lock:
             self._num_pending -= num_rows
+            self._pending_bytes -= num_bytes
             if not self._num_pending:
                 self._all_settled.notify_all()
+
+
+def _num_bytes(rows: Iterable[OutboundRow]) -> int:
+    return sum([len(row.body) for row in rows])

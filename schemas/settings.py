@@ -97,6 +97,7 @@ class ElasticsearchSettings(_Part):
     flush_seconds: float = Field(1.0, gt=0)  # a row waits no longer than this for its bulk to fill
     num_writers: int = Field(2, ge=1)
     outbox_documents: int = Field(8192, ge=1)
+    outbox_bytes: int = Field(256 * 2**20, ge=1)
     request_timeout_seconds: float = Field(30.0, gt=0)
     connect_timeout_seconds: float = Field(15.0, gt=0)
     max_backoff_seconds: float = Field(5.0, gt=0)

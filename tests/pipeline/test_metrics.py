@@ -42,7 +42,7 @@ def moved() -> Readings:
     )  # fmt: skip
     sink = SinkStats(
         num_bulks=51, num_retries=52, num_bytes=53, num_stored=54, num_already_done=55, num_superseded=56,
-        num_rejected=57, num_pending=58, num_waiting=59, num_breaker_openings=60, bulk_documents=61,
+        num_rejected=57, num_pending=58, pending_bytes=4096, num_waiting=59, num_breaker_openings=60, bulk_documents=61,
         num_calling=62, bulk_seconds=63.5, bulk_calls=64,
     )  # fmt: skip
     held = {"arrived": 70, "batcher": 71}

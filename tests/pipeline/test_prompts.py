@@ -70,6 +70,15 @@ def test_a_prompt_is_text_as_it_is_and_token_ids_are_token_ids() -> None:
     assert prepare(prompt_token_ids=[1, 257, 3]).token_ids == (1, 257, 3)
 
 
+def test_the_token_ids_of_a_backlog_are_each_there_once() -> None:
+    prompts = builder()
+    given = [tuple(map(int, ("257", "3"))) for _ in range(2)]
+    assert given[0][0] is not given[1][0]  # Python itself shares those up to 256
+    first, second = (prompts.prepare(make_document(prompt_token_ids=token_ids)) for token_ids in given)
+    assert first.token_ids == second.token_ids == (257, 3)
+    assert first.token_ids[0] is second.token_ids[0]
+
+
 def test_the_default_task_is_there_without_settings() -> None:
     prepared = prepare({}, prompt="x")
     assert (prepared.task.name, prepared.sampling.max_tokens, prepared.sampling.temperature) == ("default", 256, 0.0)

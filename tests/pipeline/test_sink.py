@@ -66,6 +66,27 @@ def test_the_outbox_says_when_it_has_no_room_and_keeps_what_comes_nevertheless()
     assert deliveries.offsets(Verdict.STORED) == [0, 1, 2, 3, 4]
 
 
+def test_the_outbox_is_full_by_bytes_too_and_all_of_them_are_given_back_whatever_the_verdict() -> None:
+    server = FakeElasticsearch()
+    settings: dict[str, Any] = {"outbox_bytes": 20_000, "flush_seconds": 3600.0, "num_writers": 1}
+    with open_sink("results", client=server.as_client(), **settings) as (sink, deliveries):
+        room = []
+        for offset in range(3):
+            room.append(sink.has_room)
+            sink.put(row(offset, text="x" * 10_000), offset, position(offset))
+        assert (room, sink.has_room) == ([True, True, False], False)
+        assert 30_000 < sink.stats().pending_bytes < 36_000
+        sink.put(row(3), -1, position(3))  # cannot be written down
+        assert sink.drain(DRAIN_SECONDS)
+        assert (sink.has_room, sink.stats().pending_bytes) == (True, 0)
+        server.on_bulk.append(reject_all)
+        sink.put(row(4), 4, position(4))
+        sink.put(row(0, text="again"), 0, position(0))
+        assert sink.drain(DRAIN_SECONDS)
+        assert (sink.stats().num_pending, sink.stats().pending_bytes) == (0, 0)
+    assert [each.position for each in deliveries.rejected] == [position(3), position(4), position(0)]
+
+
 def test_refused_rows_stay_counted_until_they_are_stored() -> None:
     server = FakeElasticsearch()
     server.on_bulk.extend([api_error(503)] * 6)
