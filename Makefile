@@ -10,12 +10,13 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos test-long fuzz test-gpu check audit format model install clean bench-%
+.PHONY: help demo test chaos soak test-long fuzz test-gpu check audit format model install clean bench-%
 
 help:
 	@echo "make demo            install, fetch a small model, and answer questions about the installed packages"
 	@echo "make test            all tests but the long ones; with a JDK 21+ and Maven also those on real servers"
 	@echo "make chaos           rounds of random faults on real servers and workers, for SECONDS=300 or ROUNDS=n, SEED=n"
+	@echo "make soak            an hour at full speed with a fake model, judged: memory, descriptors, latency; for SECONDS=3600"
 	@echo "make test-long       the long tests"
 	@echo "make fuzz            a million inputs to what reads bytes of others: messages, settings, templates, metadata"
 	@echo "make test-gpu        the tests that need a CUDA device"
@@ -37,9 +38,14 @@ test-long: $(VENV)/installed-dev model
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 3600
 
 # As many rounds as fit into SECONDS; or ROUNDS of them; SEED alone replays that round. Needs a JDK and Maven.
-SECONDS ?= 300
+chaos: SECONDS ?= 300
 chaos: $(VENV)/installed-dev
 	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED))
+
+# Prints a line every five minutes and its verdict; not beside anything else that is measured.
+soak: SECONDS ?= 3600
+soak: $(VENV)/installed-dev
+	$(BIN)/python -m tests.soak.driver --seconds $(SECONDS)
 
 # Other inputs at every run; a failure prints the one that it shrank to.
 fuzz: $(VENV)/installed-dev

@@ -88,6 +88,7 @@ class FakeEngine:
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_sampled_tokens = 0
+        self._step_seconds = 0.0
 
     def add_request(self, request: InferenceRequest) -> None:
         if self._behaviour.hold_on_token in request.token_ids:
@@ -107,6 +108,7 @@ class FakeEngine:
         return self._num_waiting > 0 or bool(self._aborted)
 
     def step(self) -> list[InferenceOutput]:
+        started = time.perf_counter()
         outputs, self._aborted = self._aborted, []
         behaviour = self._behaviour
         if behaviour.step_seconds and self._num_waiting:
@@ -121,6 +123,7 @@ class FakeEngine:
             if not requests:
                 del self._waiting[priority]
         self._num_steps += 1
+        self._step_seconds += time.perf_counter() - started
         return outputs
 
     def _answer(self, request: InferenceRequest) -> InferenceOutput:
@@ -152,6 +155,7 @@ class FakeEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_sampled_tokens=self._num_sampled_tokens,
             num_computed_tokens=self._num_prompt_tokens + self._num_sampled_tokens,
+            step_seconds={"forward": self._step_seconds},
         )
 
 

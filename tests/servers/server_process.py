@@ -99,6 +99,10 @@ class Server(ABC):
     def log_path(self) -> Path:
         return self._process.log_path
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def stop(self) -> None:
         self._process.stop()
 
