@@ -9,6 +9,7 @@ import itertools
 import logging
 import queue
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +43,9 @@ class DeadLetter:
     failure: Failure
     then: Callable[[], None]
     num_refusals: int = 0
-    max_bytes: int | None = None  # smaller than the topic's where the broker refused even that
+    max_bytes: int = sys.maxsize  # smaller than the topic's where the broker refused even that
+    sent_for: int = 0  # the limit that its record was last made for
+    is_too_large: bool = False  # so the broker said of that record
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,10 @@ class DeadLetterWriter:
         if not self._is_current(letter.raw.position):
             return
         try:
-            record = build_record(letter, self._worker, letter.max_bytes or self._max_bytes)
+            if letter.is_too_large:
+                self._find_limit(letter)
+            letter.sent_for = min(letter.max_bytes, self._max_bytes)
+            record = build_record(letter, self._worker, letter.sent_for)
             sent = self._producer.send(
                 self._settings.dead_letter_topic, key=record.key, value=record.value, headers=record.headers
             )
@@ -190,6 +196,22 @@ class DeadLetterWriter:
             return
         sent.add_callback(lambda _metadata: self._on_acknowledged(letter))
         sent.add_errback(lambda error: self._on_refusal(letter, error))
+
+    def _find_limit(self, letter: DeadLetter) -> None:
+        """After the broker found its record too large: the topic's limit as it is now, whole again where it has grown.
+
+        Where the limit is not to be had, or not what the broker goes by, the letter is tried at half its size.
+        """
+        letter.is_too_large = False
+        if self._max_bytes < letter.sent_for:
+            return  # another letter has found it
+        limit = max_message_bytes(self._settings, self._settings.dead_letter_topic)
+        if limit == self._max_bytes:
+            letter.max_bytes = letter.sent_for // 2
+            return
+        extra = {"topic": self._settings.dead_letter_topic, "bytes": limit, "bytes_before": self._max_bytes}
+        logger.warning("the dead-letter topic's limit has changed; larger letters are cut", extra=extra)
+        self._max_bytes, letter.max_bytes = limit, sys.maxsize
 
     def _on_acknowledged(self, letter: DeadLetter) -> None:
         try:
@@ -206,8 +228,7 @@ class DeadLetterWriter:
     def _on_refusal(self, letter: DeadLetter, error: BaseException) -> None:
         """On the producer's thread or ours: the letter waits, and is sent again."""
         letter.num_refusals += 1
-        if isinstance(error, MessageSizeTooLargeError):
-            letter.max_bytes = (letter.max_bytes or self._max_bytes) // 2  # the topic's limit was lowered meanwhile
+        letter.is_too_large = isinstance(error, MessageSizeTooLargeError)
         if letter.num_refusals in (1, 10, 100, 1000):
             extra = {"position": str(letter.raw.position), "refusals": letter.num_refusals, "reason": repr(error)}
             logger.warning("a dead letter was refused and will be sent again", extra=extra)

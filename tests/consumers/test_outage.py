@@ -1,7 +1,9 @@
 """Kafka away while we run: said once, with the reason, and once that it is back."""
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -117,5 +119,55 @@ def test_a_dead_letter_that_cannot_be_delivered_holds_the_commit_until_it_is_and
         assert (broker_view.committed(settings), acknowledged) == (1, [])
         broker_view.set_topic(letters, {"message.timestamp.before.max.ms": "3600000"})
         wait_until(lambda: broker_view.committed(settings) == 3, "it is delivered, and all is committed")
+    (letter,) = broker_view.records(letters, 1)
+    assert letter.value == b"no JSON"
+
+
+@pytest.mark.real_servers
+def test_a_letter_that_fits_no_more_since_its_topics_limit_was_lowered_is_cut_to_the_new_one_and_says_so(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    letters = kafka_topic(prefix="dead-letters")
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), dead_letter_topic=letters)
+    values = [b"not JSON " * 50_000, b"nor this", b"nor that " * 40_000]
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], values)
+    with running(settings) as source:
+        documents = take(source, 3)
+        broker_view.set_topic(letters, {"max.message.bytes": "300000"})  # the running worker knows the old one
+        for document in documents:
+            assert isinstance(document, RejectedDocument)
+            complete = partial(source.complete, [document.position])
+            source.dead_letter(document.position, "job-1", document.failure, complete)
+        wait_until(lambda: broker_view.committed(settings) == 3, "all are delivered, and committed")
+    stored = {record.key: record for record in broker_view.records(letters, 3)}
+    assert len(stored) == 3
+    for document, value in zip(documents, values, strict=True):
+        record = stored[str(document.position).encode()]
+        if len(value) < 300_000:
+            assert record.value == value
+            continue
+        assert value.startswith(record.value)
+        assert 298_000 < len(record.value) < 300_000  # no more is cut than must be
+        headers = dict(record.headers)
+        assert headers["pagemill-value-length"] == str(len(value)).encode()
+        assert headers["pagemill-value-sha256"] == hashlib.sha256(value).hexdigest().encode()
+
+
+@pytest.mark.real_servers
+def test_a_letter_that_no_cutting_makes_fit_holds_the_commit_until_the_topic_takes_it(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
+) -> None:
+    letters = kafka_topic(prefix="dead-letters", **{"max.message.bytes": "100"})  # less than the headers alone
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), dead_letter_topic=letters)
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], [b"no JSON", *prompts("good")])
+    with running(settings) as source:
+        bad, good = take(source, 2)
+        assert isinstance(bad, RejectedDocument)
+        source.dead_letter(bad.position, "job-1", bad.failure, partial(source.complete, [bad.position]))
+        source.complete([good.position])
+        assert source.poll(1, 1.0) == []  # five intervals between commits
+        assert not broker_view.committed(settings)
+        broker_view.set_topic(letters, {"max.message.bytes": "1000000"})
+        wait_until(lambda: broker_view.committed(settings) == 2, "it is delivered, and all is committed")
     (letter,) = broker_view.records(letters, 1)
     assert letter.value == b"no JSON"
