@@ -1,10 +1,11 @@
-"""Dead letters as their topic holds them: read back, made into replays, and marked as replayed.
+"""Dead letters as their topic holds them: read back, made into replays, and marked as replayed or purged.
 
-The topic is a log, so a letter cannot be changed: that it was replayed is said by a mark, a record without a value
-under the same key. Both are told apart by their headers.
+The topic is a log, so a letter can be neither changed nor taken out: what became of it is said by a mark, a record
+without a value under the same key. Both are told apart by their headers.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 from consumers.replay import (
@@ -20,10 +21,27 @@ from consumers.replay import (
 )
 from schemas.document import DEFAULT_JOB, RawMessage, SourcePosition
 
-MARK_HEADER = f"{HEADER_PREFIX}replayed"
-
 # Which failure of which message: a letter may be there twice after a crash, and a mark names the letter that it is for.
 LetterKey: TypeAlias = tuple[bytes, int]
+
+
+class MarkKind(StrEnum):
+    """What became of a letter; its header has the name, and the letter's attempt for its value."""
+
+    REPLAYED = "replayed"
+    PURGED = "purged"
+
+    @property
+    def header(self) -> str:
+        return f"{HEADER_PREFIX}{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Says what became of a letter that stands before it."""
+
+    letter: LetterKey
+    kind: MarkKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +80,12 @@ class OutboundRecord:
     headers: list[tuple[str, bytes]]
 
 
-def read_letter(record: RawMessage) -> StoredLetter | LetterKey | None:
-    """A letter, or the key of the letter that a mark is for; None where a record is neither."""
+def read_letter(record: RawMessage) -> StoredLetter | Mark | None:
+    """A letter or a mark; None where a record is neither."""
     headers = our_headers(record)
-    if MARK_HEADER in headers:
-        return record.key or b"", told_attempt({ATTEMPT_HEADER: headers[MARK_HEADER]})
+    for kind in MarkKind:
+        if (attempt := headers.get(kind.header)) is not None:
+            return Mark((record.key or b"", told_attempt({ATTEMPT_HEADER: attempt})), kind)
     first = told_first(headers)
     if CODE_HEADER not in headers or first is None:
         return None
@@ -109,10 +128,10 @@ def build_replay(letter: StoredLetter) -> OutboundRecord:
     return OutboundRecord(raw.position.topic, None, raw.key, raw.value, others + ours)
 
 
-def build_mark(letter: StoredLetter) -> OutboundRecord:
-    """Says in the dead-letter topic that the letter was replayed; behind it in its partition."""
+def build_mark(letter: StoredLetter, kind: MarkKind) -> OutboundRecord:
+    """Says in the dead-letter topic what became of the letter; behind it in its partition."""
     key, attempt = letter.key
-    headers = [(MARK_HEADER, str(attempt).encode())]
+    headers = [(kind.header, str(attempt).encode())]
     return OutboundRecord(letter.place.topic, letter.place.partition, key, None, headers)
 
 

@@ -11,10 +11,15 @@ from pipeline.command_line import (
     EXIT_FAILED,
     ConfigOption,
     ElasticsearchOption,
+    FormatOption,
+    JobOption,
     KafkaOption,
+    LimitOption,
     SetOption,
+    TaskOption,
     counter,
     load,
+    quiet,
     told,
 )
 from schemas.document import DEFAULT_TASK
@@ -68,12 +73,9 @@ def submit(
     kafka: KafkaOption = None,
 ) -> None:
     """Send a file's documents to Kafka, one a line, after checking that every line is a document."""
-    from pipeline.logs import silence_logs
     from pipeline.submit import submit_file
 
-    silence_logs()
-    with told():
-        settings = load(config, set_, kafka, None)
+    with quiet(config, set_, kafka=kafka) as settings:
         num_sent = submit_file(settings, file, task, job, None if input_format == "auto" else input_format, topic)
     if not num_sent:
         typer.echo(f"{file} holds no documents: nothing was sent")
@@ -90,26 +92,21 @@ def submit(
 
 @app.command()
 def results(
-    job: Annotated[str | None, typer.Option("--job", help="Of this job only.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Of this task only.")] = None,
+    job: JobOption = None,
+    task: TaskOption = None,
     status: Annotated[Literal["answered", "failed"] | None, typer.Option("--status")] = None,
-    format_: Annotated[Literal["table", "jsonl"], typer.Option("--format")] = "table",
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows; 50 in a table, else all.")] = None,
+    format_: FormatOption = "table",
+    limit: LimitOption = None,
     config: ConfigOption = None,
     set_: SetOption = None,
     elasticsearch: ElasticsearchOption = None,
 ) -> None:
     """Show answers and failures out of Elasticsearch."""
-    from pipeline.logs import silence_logs
     from pipeline.show_results import print_jsonl, print_table
 
-    silence_logs()
-    with told():
-        settings = load(config, set_, None, elasticsearch)
-        if format_ == "jsonl":
-            print_jsonl(settings, job, task, status, limit)
-        else:
-            print_table(settings, job, task, status, limit)
+    with quiet(config, set_, elasticsearch=elasticsearch) as settings:
+        show = print_jsonl if format_ == "jsonl" else print_table
+        show(settings, job, task, status, limit)
 
 
 @app.command()
@@ -119,7 +116,7 @@ def audit(
         typer.Option("--until", help="Up to what the group has committed, or to the topic's end as it is now."),
     ] = "committed",
     topic: Annotated[list[str] | None, typer.Option("--topic", help="Of kafka.topics where absent.")] = None,
-    job: Annotated[str | None, typer.Option("--job", help="Documents of this job only.")] = None,
+    job: JobOption = None,
     show: Annotated[int, typer.Option("--show", min=0, help="How many of what is not there to name.")] = 20,
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -128,15 +125,14 @@ def audit(
 ) -> None:
     """Prove from topic and index alone that every document has its row; exit code 0 only then."""
     from pipeline.audit import audit as compare_topic_with_index
-    from pipeline.logs import silence_logs
 
-    silence_logs()
-    with told():
-        settings = load(config, set_, kafka, elasticsearch)
-        with counter("Reading again") as on_progress:
-            report = compare_topic_with_index(
-                settings, topics=topic, until=until, job=job, num_named=show, on_progress=on_progress
-            )
+    with (
+        quiet(config, set_, kafka=kafka, elasticsearch=elasticsearch) as settings,
+        counter("Reading again") as on_progress,
+    ):
+        report = compare_topic_with_index(
+            settings, topics=topic, until=until, job=job, num_named=show, on_progress=on_progress
+        )
     for line in report.lines():
         typer.echo(line)
     if not report.is_complete:

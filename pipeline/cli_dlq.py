@@ -1,5 +1,6 @@
 """The `pagemill dlq` commands."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,12 +10,16 @@ from pipeline.command_line import (
     EXIT_FAILED,
     ConfigOption,
     ElasticsearchOption,
+    FormatOption,
+    JobOption,
     KafkaOption,
+    LimitOption,
     SetOption,
-    load,
-    told,
+    TaskOption,
+    quiet,
 )
 from schemas.errors import FailureCode, SettingsError
+from schemas.settings import Settings
 
 if TYPE_CHECKING:
     from pipeline.dlq import LetterFilter
@@ -22,8 +27,6 @@ if TYPE_CHECKING:
 dlq = typer.Typer(help="Dead letters as a work list: look at them, send them again, delete them.", no_args_is_help=True)
 
 CodeOption = Annotated[list[str] | None, typer.Option("--code", help="Of this cause, such as BAD_MESSAGE; several.")]
-JobOption = Annotated[str | None, typer.Option("--job", help="Of this job only.")]
-TaskOption = Annotated[str | None, typer.Option("--task", help="Of this task only.")]
 SinceOption = Annotated[
     str | None, typer.Option("--since", help="Failed then or later: 2026-01-31T12:00:00Z, or 90s, 15m, 2h, 3d ago.")
 ]
@@ -38,24 +41,22 @@ def dlq_list(
     since: SinceOption = None,
     until: UntilOption = None,
     state: Annotated[
-        Literal["open", "replayed", "cut"] | None, typer.Option("--state", help="In this state only.")
+        Literal["open", "replayed", "cut", "purged"] | None,
+        typer.Option("--state", help="In this state only; all but the purged where absent."),
     ] = None,
-    format_: Annotated[Literal["table", "jsonl"], typer.Option("--format")] = "table",
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Letters; 50 in a table, else all.")] = None,
+    format_: FormatOption = "table",
+    limit: LimitOption = None,
     config: ConfigOption = None,
     set_: SetOption = None,
     kafka: KafkaOption = None,
 ) -> None:
     """Show the letters that fit, each once, and how many there are by cause."""
     from pipeline.dlq import LetterState
-    from pipeline.logs import silence_logs
     from pipeline.show_letters import print_letters_jsonl, print_letters_table
 
-    silence_logs()
-    with told():
-        settings = load(config, set_, kafka, None)
+    with quiet(config, set_, kafka=kafka) as settings:
         wanted = _letter_filter(code, job, task, since, until)
-        states = frozenset(LetterState if state is None else [LetterState(state)])
+        states = frozenset(LetterState) - {LetterState.PURGED} if state is None else frozenset([LetterState(state)])
         show = print_letters_jsonl if format_ == "jsonl" else print_letters_table
         show(settings, wanted, states, limit)
 
@@ -68,12 +69,10 @@ def dlq_show(
     kafka: KafkaOption = None,
 ) -> None:
     """Print one letter in full, its message included, as JSON."""
-    from pipeline.logs import silence_logs
     from pipeline.show_letters import print_letter
 
-    silence_logs()
-    with told():
-        print_letter(load(config, set_, kafka, None), letter)
+    with quiet(config, set_, kafka=kafka) as settings:
+        print_letter(settings, letter)
 
 
 @dlq.command("replay")
@@ -90,12 +89,9 @@ def dlq_replay(
     elasticsearch: ElasticsearchOption = None,
 ) -> None:
     """Send the messages of the letters that fit to their topics again, each as its next attempt."""
-    from pipeline.logs import silence_logs
     from pipeline.replay import replay
 
-    silence_logs()
-    with told():
-        settings = load(config, set_, kafka, elasticsearch)
+    with quiet(config, set_, kafka=kafka, elasticsearch=elasticsearch) as settings:
         report = replay(settings, _letter_filter(code, job, task, since, until), is_dry=dry_run)
     for line in report.lines():
         typer.echo(line)
@@ -105,33 +101,73 @@ def dlq_replay(
 
 @dlq.command("purge")
 def dlq_purge(
-    before: Annotated[
-        list[str] | None, typer.Option("--before", help="PARTITION/OFFSET: what stands in front of it there.")
-    ] = None,
+    code: CodeOption = None,
+    job: JobOption = None,
+    task: TaskOption = None,
+    since: SinceOption = None,
     until: UntilOption = None,
+    before: Annotated[
+        list[str] | None, typer.Option("--before", help="PARTITION/OFFSET: all that stands in front of it there.")
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it, it is only said what would be.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Without it, it is only said what would be done.")] = False,
     config: ConfigOption = None,
     set_: SetOption = None,
     kafka: KafkaOption = None,
 ) -> None:
-    """Delete the beginning of the dead-letter topic, for good. A log cannot lose single records."""
-    from pipeline.dlq import open_letters, plan_purge, purge
-    from pipeline.logs import silence_logs
+    """Put letters away. Their topic is a log, which can only lose its beginning.
 
-    silence_logs()
-    with told():
-        if sum((bool(before), until is not None, all_)) != 1:
-            raise SettingsError("give one of --before PARTITION/OFFSET, --until TIME and --all")
-        settings = load(config, set_, kafka, None)
-        with open_letters(settings) as box:
-            planned = plan_purge(box, before or (), _letter_filter(None, None, None, None, until).until_ms)
-        for line in planned.lines():
-            typer.echo(line)
-        if not yes:
-            typer.echo("nothing was deleted: give --yes to delete them for good")
-            raise typer.Exit(EXIT_FAILED)
-        purge(settings, planned)
+    --before, --all, or --until alone delete that beginning, for good, whatever stands there. --code, --job, --task and
+    --since choose: the letters that fit are marked, and shown and replayed no more, but stay in the topic until the
+    beginning that they stand in is deleted.
+    """
+    with quiet(config, set_, kafka=kafka) as settings:
+        wanted = _letter_filter(code, job, task, since, until)
+        if chooses := code or job is not None or task is not None or since is not None:
+            if before or all_:
+                raise SettingsError(
+                    "--before and --all delete the beginning of the topic, whatever stands there, and --code, --job, "
+                    "--task and --since choose letters: give the ones or the others"
+                )
+        elif sum((bool(before), until is not None, all_)) != 1:
+            raise SettingsError(
+                "give one of --before PARTITION/OFFSET, --until TIME and --all, or choose by --code, --job, --task, "
+                "--since"
+            )
+        if chooses:
+            _mark_purged(settings, wanted, yes)
+        else:
+            _delete(settings, before or (), wanted, yes)
+
+
+def _mark_purged(settings: Settings, wanted: "LetterFilter", yes: bool) -> None:
+    from pipeline.dlq import open_letters
+    from pipeline.purge import plan_marks, write_marks
+
+    with open_letters(settings) as box:
+        marks = plan_marks(box, wanted)
+    if not yes:
+        typer.echo(f"{len(marks)} letters fit; nothing was marked: give --yes to put them away for good")
+        raise typer.Exit(EXIT_FAILED)
+    write_marks(settings, marks)
+    typer.echo(
+        f"{len(marks)} letters are shown and replayed no more; their bytes stay in {settings.kafka.dead_letter_topic} "
+        "until its beginning is deleted (--before, --until, --all)"
+    )
+
+
+def _delete(settings: Settings, before: Sequence[str], wanted: "LetterFilter", yes: bool) -> None:
+    from pipeline.dlq import open_letters
+    from pipeline.purge import delete, plan_deletion
+
+    with open_letters(settings) as box:
+        planned = plan_deletion(box, before, wanted.until_ms)
+    for line in planned.lines():
+        typer.echo(line)
+    if not yes:
+        typer.echo("nothing was deleted: give --yes to delete them for good")
+        raise typer.Exit(EXIT_FAILED)
+    delete(settings, planned)
     typer.echo("deleted")
 
 

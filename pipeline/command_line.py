@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,10 @@ KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Kafka addresse
 ElasticsearchOption = Annotated[
     str | None, typer.Option("--elasticsearch", help="Elasticsearch addresses, comma-separated: http://host:9200.")
 ]
+JobOption = Annotated[str | None, typer.Option("--job", help="Of this job only.")]
+TaskOption = Annotated[str | None, typer.Option("--task", help="Of this task only.")]
+FormatOption = Annotated[Literal["table", "jsonl"], typer.Option("--format")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="How many; 50 in a table, else all.")]
 
 
 def load(config: Path | None, set_: list[str] | None, kafka: str | None, elasticsearch: str | None) -> Settings:
@@ -41,6 +45,18 @@ def load(config: Path | None, set_: list[str] | None, kafka: str | None, elastic
     if elasticsearch is not None:
         overrides["elasticsearch.urls"] = elasticsearch
     return load_settings(config, overrides)
+
+
+@contextmanager
+def quiet(
+    config: Path | None, set_: list[str] | None, *, kafka: str | None = None, elasticsearch: str | None = None
+) -> Iterator[Settings]:
+    """The settings of a command that prints and logs nothing; an error of ours is told as by `told`."""
+    from pipeline.logs import silence_logs
+
+    silence_logs()
+    with told():
+        yield load(config, set_, kafka, elasticsearch)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Dead letters as a work list: those that fit a filter, one in full, and the deletion of a log's beginning.
+"""Dead letters as a work list: those that fit a filter, and one in full.
 
-What was replayed (pipeline/replay.py) is marked in the dead-letter topic itself, so that no other state has to be kept.
+What was replayed (pipeline/replay.py) or purged (pipeline/purge.py) is marked in the dead-letter topic itself, so that
+no other state has to be kept.
 """
 
 import base64
@@ -13,10 +14,9 @@ from enum import StrEnum
 from typing import Any
 
 from consumers.decode import decode_document
-from consumers.letter_log import LetterKey, StoredLetter, read_letter
+from consumers.letter_log import LetterKey, Mark, MarkKind, StoredLetter, read_letter
 from consumers.log_reader import LogRange, LogReader, open_log_reader
 from consumers.replay import HEADER_PREFIX
-from consumers.topics import delete_records_before
 from schemas.document import Identity
 from schemas.errors import SettingsError
 from schemas.settings import Settings
@@ -31,6 +31,7 @@ class LetterState(StrEnum):
     OPEN = "open"
     REPLAYED = "replayed"
     CUT = "cut"  # the topic had no room for all of its message: it must be sent anew by who has it
+    PURGED = "purged"  # somebody wants to see it no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +139,22 @@ class LetterBox:
     def find(self, wanted: LetterFilter) -> Iterator[ListedLetter]:
         """The letters that fit, each once: after a worker's crash one may be there twice.
 
-        Reads the topic twice, since a mark comes after its letter. Holds the keys of what was replayed and of what
-        was found, about 150 bytes each.
+        Reads the topic twice, since a mark comes after its letter. Holds the marks and the keys of what was
+        found, about 200 bytes each.
         """
         ranges = self._whole
         if wanted.since_ms is not None:
             ranges = self._reader.first_offsets_since(ranges, wanted.since_ms)
-        replayed = {one for one in self._read(ranges) if isinstance(one, tuple)}
+        marks = {one for one in self._read(ranges) if isinstance(one, Mark)}
         self.num_foreign = 0
         found: set[LetterKey] = set()
         for letter in self._read(ranges):
-            if isinstance(letter, tuple) or letter.key in found:
+            if isinstance(letter, Mark) or letter.key in found:
                 continue
             identity = self.identity_of(letter)
             if wanted.wants(letter, identity):
                 found.add(letter.key)
-                yield ListedLetter(letter, identity, _state(letter, replayed))
+                yield ListedLetter(letter, identity, _state(letter, marks))
 
     def one(self, name: str) -> ListedLetter:
         """The letter called PARTITION/OFFSET. Raises SettingsError where there is none."""
@@ -165,10 +166,10 @@ class LetterBox:
             )
         letters = self._read([LogRange(whole.topic, partition, offset, whole.stop)])
         letter = next(letters, None)
-        if letter is None or isinstance(letter, tuple) or letter.place.offset != offset:
+        if letter is None or isinstance(letter, Mark) or letter.place.offset != offset:
             raise SettingsError(f"the record {name} of {whole.topic} is no dead letter")
-        replayed = {one for one in letters if isinstance(one, tuple)}
-        return ListedLetter(letter, self.identity_of(letter), _state(letter, replayed))
+        marks = {one for one in letters if isinstance(one, Mark)}
+        return ListedLetter(letter, self.identity_of(letter), _state(letter, marks))
 
     def place(self, name: str) -> tuple[int, int]:
         """PARTITION/OFFSET as numbers. Raises SettingsError where it is none, or there is no such partition."""
@@ -187,7 +188,7 @@ class LetterBox:
         """As the worker read it."""
         return decode_document(letter.raw, self._settings.kafka.max_document_bytes).identity
 
-    def _read(self, ranges: Sequence[LogRange]) -> Iterator[StoredLetter | LetterKey]:
+    def _read(self, ranges: Sequence[LogRange]) -> Iterator[StoredLetter | Mark]:
         for raws in self._reader.read(ranges):
             for raw in raws:
                 one = read_letter(raw)
@@ -201,8 +202,10 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 18
 
 
-def _state(letter: StoredLetter, replayed: set[LetterKey]) -> LetterState:
-    if letter.key in replayed:
+def _state(letter: StoredLetter, marks: set[Mark]) -> LetterState:
+    if Mark(letter.key, MarkKind.PURGED) in marks:
+        return LetterState.PURGED
+    if Mark(letter.key, MarkKind.REPLAYED) in marks:
         return LetterState.REPLAYED
     return LetterState.CUT if letter.num_bytes_cut else LetterState.OPEN
 
@@ -214,50 +217,3 @@ def open_letters(settings: Settings) -> Iterator[LetterBox]:
         raise SettingsError("kafka.bootstrap_servers is not set; give --kafka host:9092, or set it in pagemill.toml")
     with open_log_reader(settings.kafka) as reader:
         yield LetterBox(settings, reader)
-
-
-@dataclass(frozen=True, slots=True)
-class Purge:
-    """What a purge deletes: the ranges, with so many letters, of which `num_open` were never replayed."""
-
-    ranges: tuple[LogRange, ...]
-    num_letters: int
-    num_open: int
-
-    def lines(self) -> Iterator[str]:
-        """For a person."""
-        for one in self.ranges:
-            yield f"{one.topic}/{one.partition}: offsets {one.start} to {one.stop}"
-        yield f"{self.num_letters} letters, {self.num_open} of them never replayed"
-
-
-def plan_purge(box: LetterBox, before: Sequence[str], until_ms: int | None) -> Purge:
-    """`before` are PARTITION/OFFSET, each for everything in front of it; `until_ms` is for what failed before then;
-    neither for everything. A log can only lose its beginning, so there is no choosing by job or cause.
-
-    Raises SettingsError where a place is none.
-    """
-    if before:
-        stops = dict(box.place(name) for name in before)
-    elif until_ms is not None:
-        stops = box.offsets_at(until_ms)
-    else:
-        stops = {one.partition: one.stop for one in box.ranges}
-    ranges = tuple(
-        LogRange(one.topic, one.partition, one.start, min(one.stop, stops[one.partition]))
-        for one in box.ranges
-        if stops.get(one.partition, 0) > one.start
-    )
-    ends = {one.partition: one.stop for one in ranges}
-    states = [
-        one.state
-        for one in box.find(LetterFilter())
-        if one.letter.place.offset < ends.get(one.letter.place.partition, 0)
-    ]
-    return Purge(ranges, len(states), len(states) - states.count(LetterState.REPLAYED))
-
-
-def purge(settings: Settings, planned: Purge) -> None:
-    """Deletes it, for good. Raises SourceError where Kafka refuses."""
-    if planned.ranges:
-        delete_records_before(settings.kafka, {(one.topic, one.partition): one.stop for one in planned.ranges})

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from consumers.dead_letter import DeadLetter, build_record
 from consumers.decode import decode_document
-from consumers.letter_log import OutboundRecord, StoredLetter, build_mark, build_replay, read_letter
+from consumers.letter_log import Mark, MarkKind, OutboundRecord, StoredLetter, build_mark, build_replay, read_letter
 from schemas.document import RawMessage, SourcePosition
 from schemas.errors import Failure, FailureCode, Stage
 
@@ -70,11 +70,13 @@ def test_a_replay_that_fails_is_a_letter_of_the_same_message_at_its_next_attempt
     assert letter_of(failed(raw)).attempt == 15
 
 
-def test_a_mark_names_its_letter_and_stands_in_the_same_partition() -> None:
+@pytest.mark.parametrize("kind", MarkKind)
+def test_a_mark_names_its_letter_and_what_became_of_it_and_stands_in_the_same_partition(kind: MarkKind) -> None:
     letter = letter_of(failed(delivered(build_replay(letter_of(failed(message()))), 5)))
-    record = build_mark(letter)
+    record = build_mark(letter, kind)
     assert (record.topic, record.partition, record.value) == ("dead-letters", 0, None)
-    assert read_letter(delivered(record, 41)) == letter.key == (b"documents/3/17", 1)
+    assert record.headers == [(f"pagemill-{kind.value}", b"1")]
+    assert read_letter(delivered(record, 41)) == Mark((b"documents/3/17", 1), kind)
 
 
 def test_a_letter_that_lacks_a_part_of_its_message_says_how_much() -> None:
@@ -102,11 +104,11 @@ def test_a_record_of_somebody_else_is_no_letter() -> None:
         st.tuples(
             st.sampled_from(
                 ["pagemill-" + name for name in ("code", "topic", "partition", "offset", "timestamp", "attempt",
-                                                 "replayed", "value-length", "job", "key", "message")]
+                                                 "replayed", "purged", "value-length", "job", "key", "message")]
             ),
             st.binary(max_size=30) | st.integers(-5, 2**65).map(lambda number: str(number).encode()),
         ),
-        max_size=11,
+        max_size=12,
     )
 )  # fmt: skip
 def test_any_headers_are_read_without_an_error(headers: list[tuple[str, bytes]]) -> None:

@@ -54,7 +54,7 @@ def test_a_broker_that_is_gone_costs_nothing_but_the_time(
     servers.produce(documents(0, NUM_DOCUMENTS // 2))
     record = Record(tmp_path / "answers")
     engine = [sys.executable, "-P", "-m", "tests.chaos.engine", str(record.path), "fake"]
-    engine += ["--step-seconds", "0.02", "--requests-per-step", "20"]
+    engine += ["--step-seconds", "0.05", "--requests-per-step", "20"]  # slow: most is still in work at the kill
     worker = start_worker(
         "worker",
         servers.settings(str(tiny_model), kafka={"max_in_flight_documents": 1000}),
@@ -72,6 +72,7 @@ def test_a_broker_that_is_gone_costs_nothing_but_the_time(
 
     wait_until("only dead letters are held", lambda: sum(held().values()) == held()["dead_letters"])
     indexed, letters = worker.num_ended("indexed"), held()["dead_letters"]
+    assert letters > 0
     resident = [worker.resident_bytes]
     while time.monotonic() < killed + seconds:
         time.sleep(0.5)

@@ -119,7 +119,7 @@ def test_what_failed_for_want_of_a_task_is_found_sent_again_answered_and_deleted
     for none in (["--job", "other"], ["--until", "1h"], ["--state", "cut"]):
         assert listed(*none) == []
     out = told("list")
-    assert "2 of 2 letters shown; 2 open, 0 replayed, 0 cut" in out
+    assert "2 of 2 letters shown; 2 open, 0 replayed, 0 cut, 0 purged" in out
     assert "causes: BAD_MESSAGE 1, UNKNOWN_TASK 1" in out
     shown = json.loads(told("show", listed("--task", "sum")[0]["letter"]))
     assert json.loads(shown["value"]) == {"id": "a", "job": "monday", "task": "sum", "prompt": "x"}
@@ -145,13 +145,57 @@ def test_what_failed_for_want_of_a_task_is_found_sent_again_answered_and_deleted
     assert told("purge", "--before", "0/1", code=1).endswith(
         "nothing was deleted: give --yes to delete them for good\n"
     )
-    assert told("purge", "--until", "1h", "--yes").startswith("0 letters, 0 of them never replayed")
+    assert told("purge", "--until", "1h", "--yes").startswith("0 letters, 0 of them never replayed nor purged")
     assert len(listed()) == 3
     out = told("purge", "--before", "0/2", "--yes")
-    assert "offsets 0 to 2\n2 letters, 0 of them never replayed\ndeleted" in out
+    assert "offsets 0 to 2\n2 letters, 0 of them never replayed nor purged\ndeleted" in out
     assert [one["attempt"] for one in listed()] == [1]
-    assert "1 letters, 1 of them never replayed\ndeleted" in told("purge", "--all", "--yes")
+    assert "1 letters, 1 of them never replayed nor purged\ndeleted" in told("purge", "--all", "--yes")
     assert listed() == []
+
+
+@pytest.mark.real_servers
+def test_letters_are_purged_by_cause_task_and_job_one_by_one_and_are_shown_and_sent_no_more(settings: Settings) -> None:
+    send_documents(
+        settings, {"id": "a", "task": "sum", "prompt": "x"}, {"id": "b", "prompt": 5}, {"id": "c", "prompt": 6},
+        {"id": "d", "job": "tuesday", "prompt": 7},
+    )  # fmt: skip
+    run_worker()
+    assert [one["id"] for one in listed()] == ["a", "b", "c", "d"]
+    assert told("replay", "--task", "sum").startswith("1 replayed")
+    chosen = ("--code", "BAD_MESSAGE", "--job", "monday")
+    assert told("purge", *chosen, code=1) == "2 letters fit; nothing was marked: give --yes to put them away for good\n"
+    assert len(listed()) == 4
+    assert told("purge", *chosen, "--yes") == (
+        f"2 letters are shown and replayed no more; their bytes stay in {settings.kafka.dead_letter_topic} until its "
+        "beginning is deleted (--before, --until, --all)\n"
+    )
+    assert told("purge", *chosen, "--yes").startswith("0 letters are shown")
+    assert [(one["id"], one["state"]) for one in listed()] == [("a", "replayed"), ("d", "open")]
+    assert [one["id"] for one in listed("--state", "purged")] == ["b", "c"]
+    assert json.loads(told("show", "0/1"))["state"] == "purged"
+    assert "2 of 2 letters shown; 1 open, 1 replayed, 0 cut, 2 purged" in told("list")
+    assert told("replay", "--dry-run") == (
+        "1 would be replayed; 1 were before, 0 are answered since, 0 have a newer row, 0 cannot be\n"
+    )
+    assert told("purge", "--task", "sum", "--since", "1h", "--yes").startswith("1 letters are")  # a replayed one too
+    assert [one["id"] for one in listed()] == ["d"]
+    assert "4 letters, 1 of them never replayed nor purged\n" in told("purge", "--all", code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give one of --before PARTITION/OFFSET, --until TIME and --all, or choose by --code"),
+        (["--until", "1h", "--all"], "give one of --before"),
+        (["--job", "monday", "--all"], "--before and --all delete the beginning of the topic, whatever stands there"),
+        (["--before", "0/3", "--code", "BAD_MESSAGE"], "--before and --all delete the beginning"),
+    ],
+)
+def test_a_purge_either_chooses_letters_or_deletes_the_beginning(arguments: list[str], says: str) -> None:
+    code, out, err = ends("dlq", "purge", *arguments, "--yes")
+    assert (code, out) == (2, "")
+    assert says in err
 
 
 @pytest.mark.real_servers
