@@ -50,6 +50,22 @@ def produce(bootstrap_servers: str, topic: str, values: Sequence[bytes | None], 
     producer.close()
 
 
+def produce_in_transactions(
+    bootstrap_servers: str, topic: str, values: Sequence[bytes], aborted: Sequence[int]
+) -> None:
+    """Sends each value to partition 0 in a transaction of its own; those at the places `aborted` are taken back."""
+    producer = KafkaProducer(bootstrap_servers=bootstrap_servers, transactional_id=f"writer-of-{topic}")
+    producer.init_transactions()
+    for place, value in enumerate(values):
+        producer.begin_transaction()
+        producer.send(topic, value, partition=0).get(timeout=30)
+        if place in aborted:
+            producer.abort_transaction()
+        else:
+            producer.commit_transaction()
+    producer.close()
+
+
 def prompts(*texts: object) -> list[bytes]:
     return [b'{"prompt": "%s"}' % str(text).encode() for text in texts]
 

@@ -32,13 +32,6 @@ pytestmark = pytest.mark.real_servers
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
-    view = BrokerView(kafka_broker.bootstrap_servers)
-    yield view
-    view.close()
-
-
 @contextmanager
 def member_process(
     bootstrap_servers: str, topic: str, assignor: str, log: Path, max_poll_interval_seconds: str = "300"

@@ -1,6 +1,6 @@
 """What a next owner makes of the last one's commit, on a real broker: passed over, ignored, counted as a crash."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
@@ -17,6 +17,7 @@ from tests.consumers.harness import (
     offsets_of,
     poll_until_it_stops,
     produce,
+    produce_in_transactions,
     prompts,
     running,
     take,
@@ -27,13 +28,6 @@ from tests.servers.kafka_broker import KafkaBroker
 pytestmark = pytest.mark.real_servers
 
 ANOTHER_TOPIC = UUID("6f0c2b5e-7a51-4bd4-9a0e-0123456789ab")
-
-
-@pytest.fixture
-def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
-    view = BrokerView(kafka_broker.bootstrap_servers)
-    yield view
-    view.close()
 
 
 @pytest.fixture
@@ -169,16 +163,8 @@ def test_a_broker_that_takes_no_metadata_gets_the_offset_without(tmp_path: Path)
 def test_a_partition_of_nothing_but_aborted_records_is_committed_to_its_end(
     kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
 ) -> None:
-    from kafka import KafkaProducer
-
     settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
-    topic = settings.topics[0]
-    producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap_servers, transactional_id=f"writer-of-{topic}")
-    producer.init_transactions()
-    producer.begin_transaction()
-    producer.send(topic, *prompts("aborted"), partition=0).get(timeout=30)
-    producer.abort_transaction()
-    producer.close()
+    produce_in_transactions(kafka_broker.bootstrap_servers, settings.topics[0], prompts("aborted"), aborted=[0])
     with running(settings) as source:
         wait_until(lambda: broker_view.committed(settings) == 2, "a record and its transaction's end")
         assert source.poll(1, 0.0) == []

@@ -1,7 +1,6 @@
 """Reading, pausing and committing on a real broker."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.consumers.harness import (
     offsets_of,
     poll_until_it_stops,
     produce,
+    produce_in_transactions,
     prompts,
     running,
     take,
@@ -28,13 +28,6 @@ from tests.consumers.harness import (
 from tests.servers.kafka_broker import KafkaBroker
 
 pytestmark = pytest.mark.real_servers
-
-
-@pytest.fixture
-def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
-    view = BrokerView(kafka_broker.bootstrap_servers)
-    yield view
-    view.close()
 
 
 def test_a_late_document_holds_the_commit_and_a_restart_does_only_that_one(
@@ -240,17 +233,8 @@ def test_aborted_transactions_are_not_read_and_their_ends_are_committed_past(
     kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
 ) -> None:
     settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
-    topic = settings.topics[0]
-    producer = KafkaProducer(bootstrap_servers=kafka_broker.bootstrap_servers, transactional_id=f"writer-of-{topic}")
-    producer.init_transactions()
-    for prompt, commits in (("kept", True), ("aborted", False), ("kept too", True)):
-        producer.begin_transaction()
-        producer.send(topic, json.dumps({"prompt": prompt}).encode(), partition=0).get(timeout=30)
-        if commits:
-            producer.commit_transaction()
-        else:
-            producer.abort_transaction()
-    producer.close()
+    values = prompts("kept", "aborted", "kept too")
+    produce_in_transactions(kafka_broker.bootstrap_servers, settings.topics[0], values, aborted=[1])
     with running(settings) as source:
         documents = take(source, 2)
         assert [d.message.prompt for d in documents if isinstance(d, Document)] == ["kept", "kept too"]

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,13 +13,6 @@ from schemas.errors import SourceError
 from schemas.settings import KafkaSettings
 from tests.consumers.harness import BrokerView, kafka_settings, produce, prompts, running, take, wait_until
 from tests.servers.kafka_broker import KafkaBroker
-
-
-@pytest.fixture
-def broker_view(kafka_broker: KafkaBroker) -> Iterator[BrokerView]:
-    view = BrokerView(kafka_broker.bootstrap_servers)
-    yield view
-    view.close()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
