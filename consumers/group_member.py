@@ -1,4 +1,4 @@
-"""One member of the consumer group: reads, pauses and commits through kafka-python's consumer.
+"""One member of the consumer group: joins, reads and pauses through kafka-python's consumer, and commits when it must.
 
 Every method belongs to one thread. The rebalance listener runs on the client's own thread, but only while that one
 thread is inside `read` or `close`, so the tracker has one owner at any time.
@@ -6,8 +6,7 @@ thread is inside `read` or `close`, so the tracker has one owner at any time.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import UUID
 
@@ -19,15 +18,13 @@ from kafka.errors import (
     FencedInstanceIdError,
     KafkaError,
     NoOffsetForPartitionError,
-    OffsetMetadataTooLargeError,
-    RebalanceInProgressError,
     RetriableError,
 )
-from kafka.structs import MemberState, OffsetAndMetadata
+from kafka.structs import MemberState
 
-from consumers.commit_metadata import Progress, decode, encode
 from consumers.connection import client_options
-from consumers.offsets import Commit, OffsetTracker, Partition
+from consumers.group_commits import GroupCommits
+from consumers.offsets import OffsetTracker, Partition
 from consumers.unreadable import why_unreadable
 from schemas.document import RawMessage, SourcePosition
 from schemas.errors import SourceError
@@ -39,8 +36,6 @@ _FETCH_MAX_BYTES = 16 * 2**20  # buffered by the client beside what is in flight
 _METADATA_MAX_AGE_SECONDS = 5.0  # how soon a topic that was made again is noticed
 _JOIN_SECONDS = 0.5
 _LOOKUP_TIMEOUT_MS = 5_000
-_ANNOUNCE_SECONDS = 0.05  # between two tries to tell the broker that work has begun in a new assignment
-_COMMIT_TIMEOUT_SECONDS = 60.0  # an outstanding commit older than that is given up, and the next one is sent
 
 
 class GroupMember:
@@ -58,15 +53,12 @@ class GroupMember:
         self._settle = settle  # brings completions that have arrived into the tracker
         self._clock = clock
         self._consumer: Any = None
+        self._commits: GroupCommits  # from `connect` on
         self._holds = False
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
         self._topic_ids: dict[str, UUID] = {}
         self.ends_cleanly = True  # False: whoever gets our partitions is to know that their work killed us
-        self._writes_metadata = True  # until the broker refuses it
         self._were_ours: set[TopicPartition] = set()  # in some epoch
-        self._commit_sent_at: float | None = None  # None: none is outstanding
-        self._committed_at = clock()
-        self._num_refused_commits = 0  # in a row
         self._failed = False
 
     def connect(self) -> None:
@@ -92,6 +84,7 @@ class GroupMember:
             )
         except KafkaError as error:
             raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} does not answer: {error}") from error
+        self._commits = GroupCommits(self._consumer, settings, self._tracker, self._topic_ids, self._clock)
         self._consumer.subscribe(topics=list(settings.topics), listener=_Listener(self))
 
     @property
@@ -159,17 +152,9 @@ class GroupMember:
 
         That work has begun at all is told at once: a worker that dies before it has told so would be forgotten.
         """
-        now = self._clock()
-        interval = self._settings.commit_interval_seconds
-        if not self._tracker.is_announced:
-            interval = min(interval, _ANNOUNCE_SECONDS)
-        if now - self._committed_at < interval:
-            return
-        if self._commit_sent_at is not None and now - self._commit_sent_at < _COMMIT_TIMEOUT_SECONDS:
-            return
-        self._committed_at = now
-        self._pass_transaction_ends()
-        self._commit_async(self._tracker.commits())
+        if self._commits.is_due():
+            self._pass_transaction_ends()
+            self._commits.send(self._tracker.commits())
 
     def is_at_end(self) -> bool:
         """Whether every assigned partition is read to its end, which is looked up now.
@@ -192,16 +177,7 @@ class GroupMember:
     def close(self, timeout_seconds: float) -> None:
         """Commits what is complete, leaves the group, and forgets its partitions."""
         timeout_ms = max(1, round(timeout_seconds * 1000))
-        commits = self._tracker.commits(is_clean=self.ends_cleanly)
-        if commits:
-            try:
-                try:
-                    self._consumer.commit(self._offsets(commits), timeout_ms=timeout_ms)
-                except OffsetMetadataTooLargeError:
-                    self._stop_writing_metadata()
-                    self._consumer.commit(self._offsets(commits), timeout_ms=timeout_ms)
-            except KafkaError as error:
-                logger.warning("the last commit was refused; the next owner repeats it", extra={"reason": repr(error)})
+        self._commits.send_and_wait(self._tracker.commits(is_clean=self.ends_cleanly), timeout_ms)
         try:
             self._consumer.close(timeout_ms=timeout_ms)
         except (KafkaError, RuntimeError) as error:
@@ -214,7 +190,7 @@ class GroupMember:
         """Commits what is complete and fences the rest."""
         given_up = set(partitions)
         self._settle()
-        self._commit_async(self._tracker.commits(given_up, is_clean=self.ends_cleanly))
+        self._commits.send(self._tracker.commits(given_up, is_clean=self.ends_cleanly))
         if self._settings.assignor == "cooperative-sticky":
             self.forget(given_up, "revoked")
         else:
@@ -249,7 +225,7 @@ class GroupMember:
         """
         new = [p for p in self._consumer.assignment() if (p.topic, p.partition) not in self._tracker.partitions]
         elsewhere: set[Partition] = set()
-        for partition, left in self._left_behind(new).items():
+        for partition, left in self._commits.find(new).items():
             if partition not in self._consumer.assignment():
                 continue  # it went while we asked
             if left.is_known and (left.is_foreign or partition in self._were_ours):
@@ -268,33 +244,6 @@ class GroupMember:
                 extra |= {"crashes": self._tracker.partitions[partition].num_crashes(left.progress.base)}
             logger.info("partition assigned", extra=extra)
         return elsewhere
-
-    def _left_behind(self, partitions: list[TopicPartition]) -> dict[TopicPartition, "_LeftBehind"]:
-        """What the commits of these say. What cannot be had now only saves no work."""
-        if not partitions:
-            return {}
-        try:
-            fetch = self._consumer._coordinator.fetch_committed_offsets  # all at once, and with their metadata
-            committed = fetch(partitions, timeout_ms=_LOOKUP_TIMEOUT_MS)
-        except KafkaError as error:
-            logger.warning("what was committed beside the offsets is not known", extra={"reason": repr(error)})
-            return dict.fromkeys(partitions, _LeftBehind(is_known=False))
-        left = {}
-        for partition in partitions:
-            if partition not in committed:
-                left[partition] = _LeftBehind()
-                continue
-            offset, found = committed[partition].offset, decode(committed[partition].metadata)
-            topic_id = self._topic_ids.get(partition.topic)
-            if found is None or topic_id is None or found[1].base != offset:
-                left[partition] = _LeftBehind(offset)  # set by somebody else, or by us without metadata
-            elif found[0] == topic_id:
-                left[partition] = _LeftBehind(offset, found[1])
-            else:
-                left[partition] = _LeftBehind(is_foreign=True)
-                extra = {"topic": partition.topic, "partition": partition.partition, "offset": offset}
-                logger.warning("reading from the earliest: the offset is of a deleted topic of this name", extra=extra)
-        return left
 
     def _keep_joining(self) -> None:
         """A join that outlasts one poll is forgotten by kafka-python 3.0.12 where new metadata had caused it: the
@@ -363,52 +312,6 @@ class GroupMember:
             return -1
         position = self._consumer.position(partition, timeout_ms=_LOOKUP_TIMEOUT_MS)
         return -1 if position is None else int(position)
-
-    def _commit_async(self, commits: Mapping[Partition, Commit]) -> None:
-        if not commits:
-            return
-        self._commit_sent_at = self._clock()
-
-        def on_answer(_offsets: object, answer: object) -> None:
-            self._commit_sent_at = None
-            if not isinstance(answer, BaseException):
-                self._tracker.acknowledge(commits)
-                self._num_refused_commits = 0
-                return
-            if isinstance(answer, OffsetMetadataTooLargeError):
-                self._stop_writing_metadata()
-            self._num_refused_commits += not isinstance(answer, RebalanceInProgressError)
-            if self._num_refused_commits in (1, 10, 100, 1000):
-                extra = {"reason": repr(answer), "refusals": self._num_refused_commits}
-                logger.warning("a commit was refused and will be sent again", extra=extra)
-
-        self._consumer.commit_async(self._offsets(commits), callback=on_answer)
-
-    def _offsets(self, commits: Mapping[Partition, Commit]) -> dict[TopicPartition, OffsetAndMetadata]:
-        offsets = {}
-        for (topic, partition), commit in commits.items():
-            topic_id = self._topic_ids.get(topic)
-            metadata = encode(commit.progress, topic_id) if self._writes_metadata and topic_id is not None else ""
-            offsets[TopicPartition(topic, partition)] = OffsetAndMetadata(commit.offset, metadata)
-        return offsets
-
-    def _stop_writing_metadata(self) -> None:
-        """The broker refuses the whole commit of a partition for it. Offsets are what must be known."""
-        self._writes_metadata = False
-        logger.warning(
-            "commits go on without metadata, so that a restart looks more documents up: the broker's "
-            "offset.metadata.max.bytes is lower than 4096"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _LeftBehind:
-    """A partition's commit: `offset` is None where there is none, or it is of a deleted topic (`is_foreign`)."""
-
-    offset: int | None = None
-    progress: Progress | None = None
-    is_foreign: bool = False
-    is_known: bool = True
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # kafka-python has no types
