@@ -69,9 +69,11 @@ def check_connection(
     wait_seconds: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> None:
+) -> KafkaSettings:
     """Tries every address until one answers as a Kafka broker that accepts us, and so does a broker that it names.
 
+    Returns the settings with that address alone. A client that is given more picks any, and waits for 30 s for one that
+    is silent, which is longer than a start may take; once it has begun it knows all brokers by what that one told.
     Where nobody is there it tries again for `wait_seconds`. Raises SourceError otherwise, within
     `connect_timeout_seconds` for each address, with its own reason: the clients themselves only ever say that they
     timed out.
@@ -80,8 +82,7 @@ def check_connection(
     is_told = False
     while True:
         try:
-            _try_addresses(settings)
-            return
+            return settings.model_copy(update={"bootstrap_servers": (_find_broker(settings),)})
         except _Away as away:
             if clock() >= deadline:
                 raise SourceError(f"no Kafka broker can be reached. {away}. Check kafka.bootstrap_servers.") from None
@@ -92,8 +93,8 @@ def check_connection(
         sleep(_RETRY_SECONDS)
 
 
-def _try_addresses(settings: KafkaSettings) -> None:
-    """Raises SourceError where somebody refuses us, _Away where nobody is there."""
+def _find_broker(settings: KafkaSettings) -> str:
+    """The first address where one takes us. Raises SourceError where somebody refuses us, _Away where nobody is."""
     client = KafkaNetClient(**client_options(settings))
     client._net.start()
     away: list[str] = []
@@ -115,12 +116,12 @@ def _try_addresses(settings: KafkaSettings) -> None:
     try:
         # As Kafka's clients do: ask any address for the brokers, then go to the addresses that these give themselves.
         for node in client.cluster.bootstrap_brokers():
-            address = f"{node.host}:{node.port}"
+            address = f"[{node.host}]:{node.port}" if ":" in node.host else f"{node.host}:{node.port}"
             if is_accepted(node, address):
                 brokers = client.cluster.brokers()
                 called = "{} (which calls itself so in its advertised.listeners; it was found at " + address + ")"
                 if any(is_accepted(b, called.format(f"{b.host}:{b.port}")) for b in brokers) or not brokers:
-                    return
+                    return address
     finally:
         client.close()
     if refused:

@@ -127,13 +127,13 @@ class DeadLetterWriter:
         self._producer: Any = None
         self._max_bytes = 0
 
-    def start(self) -> None:
-        """Raises SourceError where the broker cannot be reached."""
+    def start(self, reachable: KafkaSettings) -> None:
+        """`reachable` are the settings with a broker that is there. Raises SourceError where it is not any more."""
         settings = self._settings
-        self._max_bytes = max_message_bytes(settings, settings.dead_letter_topic)
+        self._max_bytes = max_message_bytes(reachable, settings.dead_letter_topic)
         try:
             self._producer = KafkaProducer(
-                **client_options(settings),
+                **client_options(reachable),
                 acks="all",
                 enable_idempotence=False,  # after one record that is too large, an idempotent producer fails the next
                 allow_auto_create_topics=False,

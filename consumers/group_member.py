@@ -61,13 +61,16 @@ class GroupMember:
         self._were_ours: set[TopicPartition] = set()  # in some epoch
         self._failed = False
 
-    def connect(self) -> None:
-        """Joins at the first `read`. Raises SourceError where the client cannot be made."""
+    def connect(self, reachable: KafkaSettings) -> None:
+        """Joins at the first `read`. `reachable` are the settings with a broker that is there.
+
+        Raises SourceError where the client cannot be made.
+        """
         settings = self._settings
         is_cooperative = settings.assignor == "cooperative-sticky"
         try:
             self._consumer = KafkaConsumer(
-                **client_options(settings),
+                **client_options(reachable),
                 group_id=settings.group,
                 group_instance_id=settings.group_instance_id,
                 partition_assignment_strategy=[CooperativeStickyAssignor if is_cooperative else RangePartitionAssignor],

@@ -70,10 +70,10 @@ class KafkaSource:
 
     def start(self) -> None:
         """Connects, checks the topics (the dead-letter topic is made where it is missing), joins the group."""
-        ensure_topics(self._settings, wait_seconds=self._settings.connect_timeout_seconds)
-        self._dead_letters.start()
+        reachable = ensure_topics(self._settings, wait_seconds=self._settings.connect_timeout_seconds)
+        self._dead_letters.start(reachable)
         try:
-            self._member.connect()
+            self._member.connect(reachable)
         except SourceError:
             self._dead_letters.close(0.0)
             raise

@@ -144,10 +144,10 @@ class LogReader:
 @contextmanager
 def open_log_reader(settings: KafkaSettings) -> Iterator[LogReader]:
     """A reader of what was committed to the log. Raises SourceError where the brokers cannot be reached."""
-    check_connection(settings)
+    reachable = check_connection(settings)
     with _named(settings):
         consumer = KafkaConsumer(
-            **client_options(settings),
+            **client_options(reachable),
             group_id=None,
             enable_auto_commit=False,
             auto_offset_reset="none",
@@ -156,7 +156,7 @@ def open_log_reader(settings: KafkaSettings) -> Iterator[LogReader]:
             receive_message_max_bytes=2**31 - 1,  # a broker may answer with more than was asked for
         )
     try:
-        yield LogReader(settings, consumer)
+        yield LogReader(reachable, consumer)
     finally:
         consumer.close()
 

@@ -24,7 +24,7 @@ class OutageWatch:
         self,
         settings: KafkaSettings,
         clock: Callable[[], float],
-        probe: Callable[[KafkaSettings], None] = check_connection,
+        probe: Callable[[KafkaSettings], object] = check_connection,
     ) -> None:
         seconds = min(_PROBE_SECONDS, settings.connect_timeout_seconds)
         self._settings = settings.model_copy(update={"connect_timeout_seconds": seconds})

@@ -24,15 +24,15 @@ _DEAD_LETTER_CONFIGS = {"retention.ms": "-1", "cleanup.policy": "delete", "messa
 
 def ensure_topics(
     settings: KafkaSettings, *, create_input: bool = False, num_partitions: int = 4, wait_seconds: float = 0.0
-) -> None:
+) -> KafkaSettings:
     """The input topics exist, and the dead-letter topic too: it is made where it is missing.
 
     `create_input` makes missing input topics as well, with `num_partitions` and the broker's append time.
-    Brokers that are not there are waited for, for `wait_seconds`.
+    Brokers that are not there are waited for, for `wait_seconds`. Returns the settings with one that is, for clients.
     Raises SourceError where brokers cannot be reached, refuse us, or lack an input topic.
     """
-    check_connection(settings, wait_seconds)
-    with _admin(settings) as admin:
+    reachable = check_connection(settings, wait_seconds)
+    with _admin(reachable) as admin:
         existing = set(admin.list_topics())
         missing = [topic for topic in settings.topics if topic not in existing]
         if missing and not create_input:
@@ -43,6 +43,7 @@ def ensure_topics(
         _create(admin, settings, missing, num_partitions, _INPUT_CONFIGS)
         if settings.dead_letter_topic not in existing:
             _create(admin, settings, [settings.dead_letter_topic], 1, _DEAD_LETTER_CONFIGS)
+    return reachable
 
 
 def max_message_bytes(settings: KafkaSettings, topic: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from kafka import KafkaProducer
 from kafka.errors import KafkaError, MessageSizeTooLargeError
 
-from consumers.connection import client_options
+from consumers.connection import check_connection, client_options
 from consumers.letter_log import OutboundRecord, as_options
 from schemas.errors import SourceError
 from schemas.settings import Settings
@@ -19,9 +19,10 @@ SEND_TIMEOUT_SECONDS = 60.0
 @contextmanager
 def open_producer(settings: Settings) -> Iterator[Any]:
     """For the topics of messages and of dead letters. Raises SourceError where no broker answers."""
+    reachable = check_connection(settings.kafka)
     try:
         producer = KafkaProducer(
-            **client_options(settings.kafka),
+            **client_options(reachable),
             acks="all",
             enable_idempotence=False,
             allow_auto_create_topics=False,

@@ -166,9 +166,9 @@ def send(
     documents are safely there.
     """
     kafka = settings.kafka
-    ensure_topics(kafka.model_copy(update={"topics": (topic,)}), create_input=True)
+    reachable = ensure_topics(kafka.model_copy(update={"topics": (topic,)}), create_input=True)
     producer = KafkaProducer(
-        **client_options(kafka),
+        **client_options(reachable),
         acks="all",
         enable_idempotence=False,
         linger_ms=20,

@@ -1,6 +1,7 @@
 """Kafka away while we run: said once, with the reason, and once that it is back."""
 
 import hashlib
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -86,6 +87,22 @@ def test_a_broker_frozen_for_a_while_is_told_and_costs_nothing_but_time(
     assert broker_view.committed(settings) == 3
     [away] = [record for record in caplog.records if record.message.startswith("Kafka is away")]
     assert f"{kafka_broker.bootstrap_servers}: no answer within 3 s" in away.__dict__["reason"]
+
+
+@pytest.mark.real_servers
+def test_a_broker_that_is_silent_at_the_start_is_passed_over_for_one_that_answers(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its kernel takes connections, and nobody answers
+        settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), connect_timeout_seconds=1.0)
+        addresses = (f"127.0.0.1:{silent.getsockname()[1]}", kafka_broker.bootstrap_servers)
+        produce(kafka_broker.bootstrap_servers, settings.topics[0], [*prompts("good"), b"no JSON"])
+        with running(settings.model_copy(update={"bootstrap_servers": addresses})) as source:
+            good, bad = take(source, 2)
+            assert isinstance(bad, RejectedDocument)
+            source.complete([good.position])
+            source.dead_letter(bad.position, "job-1", bad.failure, partial(source.complete, [bad.position]))
+            wait_until(source.is_drained, "all is complete")
 
 
 @pytest.mark.real_servers
