@@ -5,6 +5,8 @@ ENGINE is `real`, or `fake` with that one's options. What is computed twice is s
 
 import hashlib
 import os
+import resource
+import signal
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,8 @@ from tests import fake_engine
 _PROOF_TOKEN_IDS = (0,)  # of the worker's own first request, which belongs to no document
 _DIGEST_BYTES = 8
 
+STEP_FAILS_SIGNAL = signal.SIGUSR1  # the next step then raises, as by a CUDA error
+
 
 class RecordingEngine:
     """Passes everything on to an engine, and appends a line to the record for each prompt that it has answered."""
@@ -33,6 +37,8 @@ class RecordingEngine:
         self._engine = engine
         self._lines: dict[int, bytes] = {}  # request id -> its line
         self._descriptor = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._step_fails = False
+        signal.signal(STEP_FAILS_SIGNAL, self._let_step_fail)
 
     def add_request(self, request: InferenceRequest) -> None:
         if tuple(request.token_ids) != _PROOF_TOKEN_IDS:
@@ -44,12 +50,17 @@ class RecordingEngine:
         self._engine.abort(request_ids)
 
     def step(self) -> list[InferenceOutput]:
+        if self._step_fails:
+            raise RuntimeError("told to fail")
         outputs = self._engine.step()
         ended = [(self._lines.pop(output.request_id, None), output) for output in outputs]
         answered = [line for line, output in ended if line and not output.failure and output.finish_reason != "abort"]
         if answered:
             os.write(self._descriptor, b"\n".join([*answered, b""]))
         return outputs
+
+    def _let_step_fail(self, *_: object) -> None:
+        self._step_fails = True
 
     def has_unfinished(self) -> bool:
         return self._engine.has_unfinished()
@@ -76,6 +87,7 @@ class Record:
 
 def main(arguments: Sequence[str]) -> int:
     record, kind, *options, descriptor = arguments
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))  # a worker's full disk
     behaviour = fake_engine.parse_behaviour(options)
 
     def load(

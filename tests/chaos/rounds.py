@@ -4,7 +4,7 @@ Nothing here runs anything. A change of what is drawn changes every round: the s
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
@@ -18,6 +18,8 @@ MAX_BODY_BYTES = 256 * 1024  # of one request that the node takes: a row past it
 SESSION_SECONDS = 4.0
 REAL_ENGINE_EVERY = 10
 KILLER_EVERY = 8  # finding one out costs several engines
+LATE_FROM = 5000  # numbers of documents of a partition that is added
+AGAIN = " again"  # ends the name of a document's second delivery
 KILLER_TOKEN, NOT_FINITE_TOKEN = 60_001, 60_002  # in a prompt: what the engine without a model does on it
 
 
@@ -26,6 +28,7 @@ KEPT = {
     888174: "two workers made the index at once, and one took the other's alias for an index",
     888185: "what a killed worker had completed was forgotten by the next owner, which read none of it",
 }
+_AS_BEFORE = frozenset({888174, 888185})  # found while rounds had nothing of `_with_more`
 
 
 class FaultKind(StrEnum):
@@ -58,6 +61,17 @@ class FaultKind(StrEnum):
     BLOCK_DISK = "the index blocked for a while, as by a full disk"
     BLOCK_WRITES = "the index blocked for a while, by an operator"
     PRESSURE = "other clients fill the node's small queues for a while"
+    FAIL_ENGINE = "a step of an engine fails, as by a CUDA error"
+    HANG_ENGINE = "an engine frozen until it is taken for hung"
+    FULL_DISK = "a worker's disk full for a while: it cannot write its log"
+    ADD_PARTITION = "a partition added to the topic, with documents in it"
+    REMAKE_TOPIC = "the topic deleted and made again, with all of its documents"
+    TRUNCATE = "retention deletes what the group has not read, and a worker is killed"
+    TRUNCATE_AWAY = "retention deletes what the group has not read while no worker runs"
+
+
+TOPIC_FAULTS = frozenset({FaultKind.ADD_PARTITION, FaultKind.REMAKE_TOPIC, FaultKind.TRUNCATE, FaultKind.TRUNCATE_AWAY})
+LOSSES = frozenset({FaultKind.TRUNCATE, FaultKind.TRUNCATE_AWAY})  # of documents, which the worker must name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,16 @@ _ODDS = {
     FaultKind.BLOCK_WRITES: _Odds(4, (0.3, 3.0)),
     FaultKind.PRESSURE: _Odds(6, (0.3, 2.0)),
 }
+# Drawn apart, besides those above, by their own numbers: at most one of the topic's in a round.
+_MORE_ODDS = {
+    FaultKind.FAIL_ENGINE: _Odds(6),
+    FaultKind.HANG_ENGINE: _Odds(4, (20.0, 20.0)),
+    FaultKind.FULL_DISK: _Odds(6, (0.3, 5.0)),
+    FaultKind.ADD_PARTITION: _Odds(5),
+    FaultKind.REMAKE_TOPIC: _Odds(4),
+    FaultKind.TRUNCATE: _Odds(4),
+    FaultKind.TRUNCATE_AWAY: _Odds(3),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +147,19 @@ class Round:
     flush_seconds: float
     requests_per_step: int  # of the engine, and it steps 50 times a second at the most
     sent: tuple[Sent, ...]
+    late: tuple[Sent, ...]  # sent to a partition that a fault adds
     faults: tuple[Fault, ...]
+    security_protocol: str  # of the way to the broker
+    sasl_mechanism: str | None
+    has_tls_node: bool  # the node behind TLS that asks for a password
+
+    @property
+    def every(self) -> tuple[Sent, ...]:
+        """All documents, in the order in which they are sent."""
+        return self.sent + self.late
+
+    def has(self, kinds: Container[FaultKind]) -> bool:
+        return any(fault.kind in kinds for fault in self.faults)
 
     @property
     def num_answers(self) -> int:
@@ -152,25 +188,60 @@ def make_round(seed: int) -> Round:
         flush_seconds=random.choice((0.05, 0.1, 0.2)),
         requests_per_step=random.choice((4, 8, 16)),
         sent=tuple(_with_later_ones(random, sent)),
+        late=(),
         faults=(),
+        security_protocol="PLAINTEXT",
+        sasl_mechanism=None,
+        has_tls_node=False,
     )
-    return _with_faults(drawn, random)
+    made = _with_faults(drawn, random)
+    return made if seed in _AS_BEFORE else _with_more(made, Random(f"{seed} and more"))
 
 
 def _with_faults(drawn: Round, random: Random) -> Round:
     num_faults = random.randint(1, 2) if drawn.has_real_engine else random.randint(1, 5)
-    kinds = random.choices(list(_ODDS), [odds.weight for odds in _ODDS.values()], k=num_faults)
-    faults = [
+    faults = _draw_faults(random, _ODDS, num_faults, int(0.9 * drawn.num_answers))
+    return replace(drawn, faults=tuple(sorted(faults, key=lambda fault: fault.after_answers)))
+
+
+def _draw_faults(random: Random, odds: Mapping[FaultKind, _Odds], num_faults: int, num_answers: int) -> list[Fault]:
+    kinds = random.choices(list(odds), [one.weight for one in odds.values()], k=num_faults)
+    return [
         Fault(
             kind=kind,
-            after_answers=random.randrange(int(0.9 * drawn.num_answers)),
-            seconds=round(random.uniform(*_ODDS[kind].seconds), 2),
+            after_answers=random.randrange(num_answers),
+            seconds=round(random.uniform(*odds[kind].seconds), 2),
             victim=random.randrange(12),
             num_bytes=int(10 ** random.uniform(1, 5)),
         )
         for kind in kinds
     ]
-    return replace(drawn, faults=tuple(sorted(faults, key=lambda fault: fault.after_answers)))
+
+
+def _with_more(drawn: Round, random: Random) -> Round:
+    """What rounds were given later, drawn by numbers of its own, so that the rest of a round stayed as it was."""
+    faults = list(drawn.faults)
+    for fault in _draw_faults(random, _MORE_ODDS, random.choice((0, 0, 0, 1, 1, 2)), int(0.9 * drawn.num_answers)):
+        if fault.kind not in TOPIC_FAULTS or not any(other.kind in TOPIC_FAULTS for other in faults):
+            faults.append(fault)
+    protocol = random.choice(("PLAINTEXT", "PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"))
+    mechanism = random.choice(("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"))
+    made = replace(
+        drawn,
+        faults=tuple(sorted(faults, key=lambda fault: fault.after_answers)),
+        security_protocol=protocol,
+        sasl_mechanism=mechanism if protocol.startswith("SASL") else None,
+        has_tls_node=random.random() < 0.25,
+    )
+    if made.has({FaultKind.ADD_PARTITION}):
+        late = [_good(LATE_FROM + i, random) for i in range(random.randint(1, 60))]
+        return replace(made, late=tuple([replace(one, partition=made.num_partitions) for one in late]))
+    if made.has(LOSSES):  # of two deliveries of a document the later one may be lost, and then which row is right?
+        made = replace(made, sent=tuple([one for one in made.sent if not one.name.endswith(AGAIN)]))
+        latest = int(0.9 * made.num_answers)
+        faults = [replace(fault, after_answers=min(fault.after_answers, latest)) for fault in made.faults]
+        return replace(made, faults=tuple(faults))
+    return made
 
 
 # Every prompt holds its document's number: an engine's record of what it has computed then tells documents apart.
@@ -239,9 +310,15 @@ def _with_later_ones(random: Random, sent: Sequence[Sent]) -> list[Sent]:
     for one in random.sample(plain, min(len(plain), random.choice((0, 0, 3, 20)))):
         message = json.loads(one.value or b"")
         message["prompt"] = f"again: {message['prompt']}"
-        again = Sent(f"{one.name} again", one.partition, json.dumps(message).encode(), one.key, document_id=one.name)
+        again = Sent(one.name + AGAIN, one.partition, json.dumps(message).encode(), one.key, document_id=one.name)
         later.insert(random.randint(later.index(one) + 1, len(later)), again)
     return later
+
+
+def ways(made: Round) -> str:
+    """How the workers reach the servers."""
+    kafka = made.security_protocol + (f" {made.sasl_mechanism}" if made.sasl_mechanism else "")
+    return f"Kafka {kafka}, Elasticsearch {'TLS' if made.has_tls_node else 'plain'}"
 
 
 def describe(made: Round) -> str:
@@ -249,5 +326,5 @@ def describe(made: Round) -> str:
     engine = "real engine" if made.has_real_engine else f"{made.requests_per_step} a step"
     return (
         f"{len(made.sent)} documents, {made.num_partitions} partitions, {made.num_shards} shards, {made.num_workers} "
-        f"workers of {made.max_in_flight} in flight, bulks of {made.bulk_documents}, {engine}"
+        f"workers of {made.max_in_flight} in flight, bulks of {made.bulk_documents}, {engine}, {ways(made)}"
     )

@@ -45,7 +45,7 @@ class Cluster:
         }
         self.first = KafkaBroker.start(folder / "first", **properties)
         try:
-            self.second = KafkaBroker.start(folder / "second", None, None, None, self.first, **properties)
+            self.second = KafkaBroker.start(folder / "second", None, None, self.first, **properties)
             self._admin = KafkaAdminClient(bootstrap_servers=self.first.bootstrap_servers)
         except BaseException:
             self.first.stop()

@@ -8,7 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.demo import free_port, parse_metrics, to_toml
 
@@ -24,14 +24,51 @@ def wait_until(what: str, holds: Callable[[], bool], patience_seconds: float = P
         time.sleep(0.05)
 
 
+class Process(Protocol):
+    """As much of `subprocess.Popen` as a worker needs."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+def start_process(command: Sequence[str], folder: Path, log: Path) -> Process:
+    """Starts a command in that folder, what it says going to that file."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=worker_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+
+
+def worker_environment() -> dict[str, str]:
+    """Ours without settings of Pagemill's, and one thread for each process."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PAGEMILL_")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
 class WorkerProcess:
     """`pagemill worker` in a folder of its own, with its settings in pagemill.toml there.
 
-    `command` is what takes the place of `pagemill`.
+    `command` is what takes the place of `pagemill`, `start` starts it with the arguments behind it.
     """
 
     def __init__(
-        self, folder: Path, name: str, settings: Mapping[str, Any], *arguments: str, command: Sequence[str] = COMMAND
+        self,
+        folder: Path,
+        name: str,
+        settings: Mapping[str, Any],
+        *arguments: str,
+        command: Sequence[str] = COMMAND,
+        start: Callable[[Sequence[str], Path, Path], Process] = start_process,
     ) -> None:
         self.name = name
         self.port = free_port()
@@ -40,17 +77,7 @@ class WorkerProcess:
         home.mkdir(parents=True)
         own = {"name": name, "http_port": self.port, **settings.get("worker", {})}
         (home / "pagemill.toml").write_text(to_toml({**settings, "worker": own}))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PAGEMILL_")}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, "worker", *arguments],
-                cwd=home,
-                env={**environment, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._process = start([*command, "worker", *arguments], home, self._log)
 
     @property
     def pid(self) -> int:
@@ -91,7 +118,7 @@ class WorkerProcess:
 
     def wait_until_ready(self) -> None:
         def ready() -> bool:
-            assert self.is_running, f"{self.name} ended with {self._process.returncode}:\n{self.log[-3000:]}"
+            assert self.is_running, f"{self.name} ended with {self.exit_code}:\n{self.log[-3000:]}"
             return self.get("/readyz") is not None
 
         wait_until(f"{self.name} is ready", ready)

@@ -66,7 +66,7 @@ def kafka_broker(tmp_path_factory: pytest.TempPathFactory, kafka_authority: Auth
             "ELSEWHERE": Listener(authority.issue("kafka.example")),
             "SASL_TLS": Listener(certificate, mechanisms=("SCRAM-SHA-256", "SCRAM-SHA-512")),
         }
-    broker = KafkaBroker.start(tmp_path_factory.mktemp("kafka"), {SASL_USER: SASL_PASSWORD}, None, listeners)
+    broker = KafkaBroker.start(tmp_path_factory.mktemp("kafka"), {SASL_USER: SASL_PASSWORD}, listeners)
     yield broker
     broker.stop()
 

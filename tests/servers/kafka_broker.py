@@ -27,14 +27,14 @@ class Listener:
     certificate: Certificate | None = None  # that it shows, over TLS; None: in clear
     client_authority: Path | None = None  # its clients must show a certificate that this one signed
     mechanisms: tuple[str, ...] = ()  # of SASL; with none it asks for no password
+    proxy_port: int | None = None  # of loopback, where clients are told to come, and a proxy passes them on
 
 
 class KafkaBroker(Server):
     """`KafkaBroker.start(directory)` -> a broker that answers at `bootstrap_servers`.
 
     `sasl_users` (name -> password) adds a second listener at `sasl_bootstrap_servers`, where those users authenticate
-    with SASL PLAIN or SCRAM. `proxy_port` adds one at `proxied_port` that tells its clients to come to that port
-    of loopback, where a proxy passes them on. `listeners` (name -> how it is spoken to) adds each at `address(name)`.
+    with SASL PLAIN or SCRAM. `listeners` (name -> how it is spoken to) adds each at `address(name)`.
     `first` is another broker, whose cluster this one joins: that one is its controller, and must outlive it.
     Data stay in `directory` over `stop`, `kill` and `restart`.
     """
@@ -44,7 +44,6 @@ class KafkaBroker(Server):
         directory: Path,
         properties: Mapping[str, str],
         sasl_users: Mapping[str, str],
-        proxy_port: int | None,
         listeners: Mapping[str, Listener],
         first: "KafkaBroker | None" = None,
     ) -> None:
@@ -52,13 +51,12 @@ class KafkaBroker(Server):
         self._first = first
         self.node_id: int = 1 if first is None else first.node_id + 1
         self._cluster_id: str = _new_cluster_id() if first is None else first._cluster_id
-        self._proxy_port = proxy_port
         self._properties = dict(properties)
         self._sasl_users = dict(sasl_users)
         self._listeners = dict(listeners)
         if self._sasl_users:
             self._listeners["SASL"] = Listener(mechanisms=SASL_MECHANISMS)
-        self._port, self._controller_port, self.proxied_port, *ports = free_ports(3 + len(self._listeners))
+        self._port, self._controller_port, *ports = free_ports(2 + len(self._listeners))
         self._ports = dict(zip(self._listeners, ports, strict=True))
         java_home, target = find_jdk(), build_server("kafka")
         self._java = [str(java_home / "bin" / "java") if java_home else "java", "-XX:TieredStopAtLevel=1"]
@@ -73,7 +71,6 @@ class KafkaBroker(Server):
         cls,
         directory: Path,
         sasl_users: Mapping[str, str] | None = None,
-        proxy_port: int | None = None,
         listeners: Mapping[str, Listener] | None = None,
         first: "KafkaBroker | None" = None,
         /,
@@ -83,7 +80,7 @@ class KafkaBroker(Server):
         directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(_NUM_START_ATTEMPTS):
             home = directory / f"attempt-{attempt}" if attempt else directory
-            broker = cls(home, properties, sasl_users or {}, proxy_port, listeners or {}, first)
+            broker = cls(home, properties, sasl_users or {}, listeners or {}, first)
             try:
                 broker._format()
                 broker._start()
@@ -104,7 +101,10 @@ class KafkaBroker(Server):
 
     def address(self, listener: str) -> str:
         """Where that one of `listeners` is."""
-        return f"127.0.0.1:{self._ports[listener]}"
+        return f"127.0.0.1:{self.port(listener)}"
+
+    def port(self, listener: str) -> int:
+        return self._ports[listener]
 
     def _format(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -124,12 +124,10 @@ class KafkaBroker(Server):
         protocols = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT"}
         spoken: dict[str, str] = {}
         advertised: dict[str, str] = {}
-        if self._proxy_port is not None:
-            listeners["PROXIED"] = f"PROXIED://127.0.0.1:{self.proxied_port}"
-            advertised["PROXIED"] = f"PROXIED://127.0.0.1:{self._proxy_port}"
-            protocols["PROXIED"] = "PLAINTEXT"
         for name, listener in self._listeners.items():
             listeners[name] = f"{name}://{self.address(name)}"
+            if listener.proxy_port is not None:
+                advertised[name] = f"{name}://127.0.0.1:{listener.proxy_port}"
             kind = "SSL" if listener.certificate is not None else "PLAINTEXT"
             protocols[name] = f"SASL_{kind}" if listener.mechanisms else kind
             properties = {**self._tls_properties(name, listener), **self._sasl_properties(listener)}

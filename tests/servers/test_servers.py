@@ -10,7 +10,7 @@ from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tests.chaos.proxy import FaultProxy
 from tests.servers import jdk
 from tests.servers.elasticsearch_node import ElasticsearchNode
-from tests.servers.kafka_broker import KafkaBroker
+from tests.servers.kafka_broker import KafkaBroker, Listener
 
 
 def test_a_jdk_is_taken_by_what_its_release_file_says_not_by_its_name(
@@ -83,8 +83,9 @@ def test_fresh_topics_have_their_partitions_and_never_the_same_name(
 @pytest.mark.real_servers
 def test_clients_of_the_proxied_listener_stay_behind_the_proxy(tmp_path: Path) -> None:
     with FaultProxy() as proxy:
-        broker = KafkaBroker.start(tmp_path / "kafka", None, proxy.port, **{"auto.create.topics.enable": "true"})
-        proxy.server_port = broker.proxied_port
+        listeners = {"PROXIED": Listener(proxy_port=proxy.port)}
+        broker = KafkaBroker.start(tmp_path / "kafka", None, listeners, **{"auto.create.topics.enable": "true"})
+        proxy.server_port = broker.port("PROXIED")
         try:
             producer = KafkaProducer(bootstrap_servers=proxy.address, acks="all", retry_backoff_ms=10)
             producer.send("proxied", b"one").get(timeout=30)

@@ -76,8 +76,12 @@ class TlsFront:
         self._thread.join()
 
     @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @property
     def url(self) -> str:
-        return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def _answer(self, request: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
         authorization = request.headers.get("Authorization")
