@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from engine.block_hash import hash_blocks
+from engine.block_hash import BlockHasher
 from pipeline.templates import TemplateEnvironment, compile_template
 from schemas.document import DEFAULT_TASK, Document, DocumentMessage, Identity, SamplingOverrides
 from schemas.errors import DocumentError, FailureCode, SettingsError, Stage
@@ -120,8 +120,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._vocab_size = engine.vocab_size
         self._context = min(engine.max_model_len, engine.kv_cache_tokens or engine.max_model_len)
-        self._block_size = engine.block_size
-        self._identity = engine.identity
+        self._hasher = BlockHasher(engine.block_size, engine.identity)
         self._clock = clock
         self._shared_ids: dict[int, int] = {}  # each token id of the backlog once: 8 bytes a token of it and not 36
         self._max_rendered_characters = max_rendered_characters
@@ -150,7 +149,7 @@ class PromptBuilder:
             sampling = dataclasses.replace(sampling, max_tokens=self._context - len(token_ids))
         token_ids = tuple(map(self._shared_ids.setdefault, token_ids, token_ids))
         seed = sampling.seed if sampling.seed is not None else derived_seed(document.identity)
-        hashes = hash_blocks(token_ids, self._block_size, self._identity)
+        hashes = self._hasher.hash_blocks(token_ids)
         return PreparedDocument(document, task, token_ids, hashes, sampling, seed, truncated)
 
     def require_time(self, document: Document) -> None:

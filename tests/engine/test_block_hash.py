@@ -1,7 +1,10 @@
 from array import array
 from hashlib import blake2b
 
-from engine.block_hash import hash_blocks, next_hash, root_hash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.block_hash import BlockHasher, hash_blocks, next_hash, root_hash
 
 
 def test_only_full_blocks_have_a_hash() -> None:
@@ -29,3 +32,20 @@ def test_other_weights_another_adapter_or_another_block_size_have_other_hashes()
 
 def test_hashes_hold_128_bits() -> None:
     assert {len(h) for h in hash_blocks(range(64), 16, b"m")} == {16}
+
+
+def test_what_the_last_prompt_with_the_same_first_block_had_is_not_hashed_again() -> None:
+    hasher = BlockHasher(2, b"m")
+    first = hasher.hash_blocks([1, 2, 3, 4, 5, 6])
+    hasher.hash_blocks([9, 9])
+    second = hasher.hash_blocks([1, 2, 3, 4, 7, 8, 9])
+    assert second == hash_blocks([1, 2, 3, 4, 7, 8, 9], 2, b"m")
+    assert [a is b for a, b in zip(first, second, strict=True)] == [True, True, False]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=12), max_size=12), st.integers(1, 3), st.integers(1, 3))
+def test_hashes_are_the_same_whatever_came_before(prompts: list[list[int]], block_size: int, remembered: int) -> None:
+    hasher = BlockHasher(block_size, b"m", remembered)
+    for prompt in prompts:
+        assert hasher.hash_blocks(prompt) == hash_blocks(prompt, block_size, b"m")
+        assert len(hasher._latest) <= remembered
