@@ -112,6 +112,8 @@ class Engine:
         self._num_cached_tokens = 0
         self._num_sampled_tokens = 0
         self._num_computed_tokens = 0
+        self._num_begun_tokens = 0
+        self._num_begun_cached_tokens = 0
         self._step_seconds = {"schedule": 0.0, "execute": 0.0, "wait": 0.0, "update": 0.0}
 
     def add_request(self, inference: InferenceRequest) -> None:
@@ -120,11 +122,13 @@ class Engine:
         try:
             self._scheduler.check(inference)
         except DocumentError as error:
+            self._num_begun_tokens += len(inference.token_ids)
             self._ended.append(_failed(inference, error.failure))
             return
         sampling = inference.sampling
         if sampling.max_tokens == 0:
             num_prompt_tokens = len(inference.token_ids)
+            self._num_begun_tokens += num_prompt_tokens
             self._ended.append(
                 InferenceOutput(inference.request_id, finish_reason="length", num_prompt_tokens=num_prompt_tokens)
             )
@@ -138,6 +142,10 @@ class Engine:
             labels=self._label_sets.state(inference.label_token_ids, ()) if inference.label_token_ids else None,
             added=self._clock(),
         )
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None:
+        """What will be added yet: longest output -> prompt tokens; None: nobody knows. As Scheduler.expect."""
+        self._scheduler.expect(beyond)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests now, with what they have; ids that are not known, or no longer, are passed over."""
@@ -167,7 +175,7 @@ class Engine:
                 if run.request.num_sampled_tokens == 0:
                     answer = self._answers[run.request.request_id]
                     if answer.first_scheduled is None:
-                        answer.first_scheduled = scheduled
+                        self._begins(answer, scheduled)
             try:
                 launched = self._runner.launch(plan)
             except BaseException:
@@ -184,6 +192,11 @@ class Engine:
         if previous is not None:
             ended += self._finish_step(previous.plan, previous.launched)
         return ended
+
+    def _begins(self, answer: _Answer, now: float) -> None:
+        answer.first_scheduled = now
+        self._num_begun_tokens += answer.request.num_prompt_tokens
+        self._num_begun_cached_tokens += answer.request.num_cached_tokens
 
     def _collect(self) -> list[InferenceOutput]:
         """The step under way, if any, to its end."""
@@ -219,6 +232,8 @@ class Engine:
             num_cached_blocks=pool.num_cached,
             step_seconds={**self._step_seconds, **self._runner.step_seconds},
             num_recomputed_tokens=self._scheduler.num_recomputed_tokens,
+            num_begun_tokens=self._num_begun_tokens,
+            num_begun_cached_tokens=self._num_begun_cached_tokens,
         )
 
     def _take(self, plan: StepPlan, sampled: SampledTokens, at_length: set[int], now: float) -> list[InferenceOutput]:
@@ -280,6 +295,8 @@ class Engine:
 
     def _forget(self, answer: _Answer) -> Request:
         request = answer.request
+        if answer.first_scheduled is None:
+            self._num_begun_tokens += request.num_prompt_tokens
         self._scheduler.finish(request)
         self._runner.release(request)
         del self._answers[request.request_id]

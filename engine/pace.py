@@ -1,4 +1,4 @@
-"""How fast a known backlog's prompts are taken in, so that its long outputs are never left to run alone. No torch.
+"""How fast the prompts of a backlog's end are taken in, so that its long outputs are never left to run alone. No torch.
 
 A step reads all weights however few rows it has. Where all prompts are computed as early as possible, a backlog of
 mixed lengths ends in many steps of few rows; so once the longest outputs are under way, the other prompts are spread
@@ -8,6 +8,9 @@ steps that the longest needs; the pace is the least that keeps every such appoin
 Prompts come in chunks, with steps of decode rows alone between them: a product over some hundred rows is the least
 efficient there is (600 rows cost 9% more a row than 1,024 in bf16 on an H200, 30% in FP8), while one over fewer is
 bound by the weights that it reads anyway.
+
+All that will come must be known for that. As long as more may come, what ends makes room for it and no step is short of
+rows, so prompts are taken in as fast as they fit.
 """
 
 from collections import Counter
@@ -35,26 +38,34 @@ def prefill_tokens_per_step(tokens_by_output: Mapping[int, int], num_steps: int)
 
 
 class BacklogPace:
-    """The prompt tokens of one scheduler's waiting requests, by output length, and how far they are behind the pace."""
+    """How far the prompts of one scheduler are behind their pace."""
 
     def __init__(self) -> None:
-        self._tokens: Counter[int] = Counter()
+        self._beyond: Counter[int] | None = None
         self._due = 0  # tokens; below 0: the last chunk was that much ahead
 
-    def waits(self, num_tokens: int, output: int) -> None:
-        self._tokens[output] += num_tokens
+    def expect(self, beyond: Mapping[int, int] | None) -> None:
+        """What comes besides the requests that are here: output length -> prompt tokens. None: nobody knows."""
+        self._beyond = None if beyond is None else Counter(beyond)
+        if beyond is None:
+            self._due = 0
 
-    def leaves(self, num_tokens: int, output: int) -> None:
-        self._tokens[output] -= num_tokens
-        if not self._tokens[output]:
-            del self._tokens[output]
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a pace: whether all that will come is known."""
+        return self._beyond is not None
 
-    def next_chunk(self, prefilling: Mapping[int, int], num_steps: int, num_decodes: int) -> int | None:
+    def next_chunk(
+        self, waiting: Counter[int], prefilling: Mapping[int, int], num_steps: int, num_decodes: int
+    ) -> int | None:
         """Prompt tokens for the step being planned; None: as many as there is room for.
 
-        `prefilling`: tokens not computed yet of running requests, by output; num_decodes: the step's decode rows.
+        `waiting`, `prefilling`: tokens not computed yet of the requests that wait and that run, by output length;
+        num_steps: that the longest running output still takes; num_decodes: the step's decode rows.
         """
-        pace = prefill_tokens_per_step(self._tokens + Counter(prefilling), num_steps)
+        if self._beyond is None:
+            return None
+        pace = prefill_tokens_per_step(waiting + Counter(prefilling) + self._beyond, num_steps)
         if pace is None:
             self._due = 0
             return None

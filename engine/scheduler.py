@@ -9,13 +9,14 @@ in one place.
 """
 
 from bisect import insort
-from collections import deque
+from collections.abc import Mapping
 
 from engine.block_pool import BlockPool
 from engine.pace import BacklogPace
 from engine.prefix_cache import PrefixCache
 from engine.request import Request, RequestState
 from engine.step_plan import SampledTokens, ScheduledTokens, StepPlan
+from engine.waiting import WaitingRequests
 from schemas.errors import DocumentError, EngineError, FailureCode, Stage
 from schemas.inference import InferenceRequest
 
@@ -28,7 +29,7 @@ BELIEF_TOKENS = 4096
 class Scheduler:
     """One model's waiting and running requests.
 
-    waiting  by priority, then arrival; a preempted one is the first of its priority
+    waiting  engine/waiting.py: by priority, then arrival; a preempted one is the first of its priority
     running  by priority, then admission; the last is the first to be preempted
     """
 
@@ -41,11 +42,8 @@ class Scheduler:
         max_running: int,
         identity: bytes = b"",
         prefix_caching: bool = True,
-        paces_backlog: bool = False,
     ) -> None:
-        """`paces_backlog`: what waits is all that will come, so prompts are spread over the steps that outputs take."""
         self.pool = pool
-        self.num_waiting = 0
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0  # computed, then lost to preemption
         self._block_size = block_size
@@ -53,8 +51,8 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._max_running = max_running
         self._prefix_cache = PrefixCache(pool, block_size, identity) if prefix_caching else None
-        self._pace = BacklogPace() if paces_backlog else None
-        self._waiting: dict[int, deque[Request]] = {}  # priority -> requests; ended ones are skipped when met
+        self._pace = BacklogPace()
+        self._waiting = WaitingRequests(self._num_outputs_left)
         self._running: list[Request] = []
         self._admission: dict[int, int] = {}  # running request's id -> its place in the order of admission
         self._num_admissions = 0
@@ -67,6 +65,10 @@ class Scheduler:
         self._num_empty_plans = 0
         self._num_allowed_tokens = BELIEF_TOKENS  # of ended requests
         self._num_sampled_tokens = BELIEF_TOKENS
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -108,9 +110,16 @@ class Scheduler:
         request = Request(inference, list(inference.token_ids))
         if self._prefix_cache is not None:
             self._prefix_cache.open(request)
-        self._waiting.setdefault(inference.priority, deque()).append(request)
-        self._starts_waiting(request)
+        self._waiting.append(request)
         return request
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None:
+        """What will be added besides the requests that are here: longest output -> prompt tokens.
+
+        None: that is not known, and more may always come. Where it is known, and be it nothing, prompts are spread over
+        the steps that outputs take (engine/pace.py); until this is called again, so with every `add` that follows.
+        """
+        self._pace.expect(beyond)
 
     def schedule(self) -> StepPlan:
         """The next step. Its runs count as computed from now on: carry it out, then `update`, or else `abandon`."""
@@ -157,9 +166,7 @@ class Scheduler:
                     self._begin_again(request, plan)
                 continue
             if request.state is RequestState.WAITING:  # preempted while its token was on its way
-                self._stops_waiting(request)
-                request.token_ids.append(token_id)
-                self._starts_waiting(request)
+                self._waiting.grow(request, token_id)
             else:
                 request.token_ids.append(token_id)
             if len(request.token_ids) >= self._max_length(request.inference):
@@ -187,7 +194,7 @@ class Scheduler:
         if request.state is RequestState.FINISHED:
             return
         if request.state is RequestState.WAITING:
-            self._stops_waiting(request)  # stays in its queue, and is skipped there
+            self._waiting.end(request)
         else:
             self._num_allowed_tokens += self._max_length(request.inference) - request.num_prompt_tokens
             self._num_sampled_tokens += request.num_sampled_tokens
@@ -202,7 +209,7 @@ class Scheduler:
 
     def _make_way_for_priority(self, plan: StepPlan) -> None:
         """Preempt the last of the running where it alone keeps a request of higher priority waiting."""
-        head = self._head()
+        head = self._waiting.head()
         while head is not None and self._running and self._running[-1].inference.priority < head.inference.priority:
             has_slot = len(self._running) < self._max_running
             if has_slot and self._fits(head, self._match(head), self._expected_growth()):
@@ -223,8 +230,8 @@ class Scheduler:
             elif budget > 0 and self._grow(request, plan):
                 self._run(request, 1, plan)
                 budget -= 1
-        if self._pace is not None:
-            budget = min(budget, self._paced(self._pace, plan.num_tokens))
+        if (chunk := self._next_chunk(plan.num_tokens)) is not None:
+            budget = min(budget, chunk)
         for request in prefilling:
             if budget <= 0:
                 break
@@ -234,24 +241,25 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def _paced(self, pace: BacklogPace, num_decodes: int) -> int:
-        """Prompt tokens for this step."""
-        tokens: dict[int, int] = {}
+    def _next_chunk(self, num_decodes: int) -> int | None:
+        """Prompt tokens for this step by their pace; None: as many as there is room for."""
+        if not self._pace.is_kept:
+            return None
+        prefilling: dict[int, int] = {}
         num_steps = 0
         for request in self._running:
             num_left = len(request.token_ids) - request.num_computed_tokens
-            output = self._max_length(request.inference) - len(request.token_ids)
+            output = self._num_outputs_left(request)
             if num_left > 1:
-                tokens[output] = tokens.get(output, 0) + num_left
+                prefilling[output] = prefilling.get(output, 0) + num_left
             else:
                 num_steps = max(num_steps, output)
-        paced = pace.next_chunk(tokens, num_steps, num_decodes)
-        return self._max_tokens_per_step if paced is None else paced
+        return self._pace.next_chunk(self._waiting.tokens_by_output, prefilling, num_steps, num_decodes)
 
     def _admit_waiting(self, plan: StepPlan, budget: int, not_yet: set[int]) -> None:
         """In order; one that does not fit holds back those behind it, so that it is not passed by for ever."""
         growth: int | None = None
-        while budget > 0 and len(self._running) < self._max_running and (request := self._head()) is not None:
+        while budget > 0 and len(self._running) < self._max_running and (request := self._waiting.head()) is not None:
             if request.request_id in not_yet:
                 return
             growth = self._expected_growth() if growth is None else growth
@@ -270,7 +278,7 @@ class Scheduler:
             return
         self._num_empty_plans += 1
         if self._num_empty_plans >= MAX_EMPTY_PLANS:
-            blocked = self._running[0] if self._running else self._head()
+            blocked = self._running[0] if self._running else self._waiting.head()
             assert blocked is not None
             raise EngineError(
                 f"no progress in {MAX_EMPTY_PLANS} steps: request {blocked.request_id} has "
@@ -280,17 +288,6 @@ class Scheduler:
             )
 
     # ---- what they are made of
-
-    def _head(self) -> Request | None:
-        """The request that is admitted next."""
-        for priority in sorted(self._waiting, reverse=True):
-            requests = self._waiting[priority]
-            while requests:
-                if requests[0].state is RequestState.WAITING:
-                    return requests[0]
-                requests.popleft()
-            del self._waiting[priority]
-        return None
 
     def _match(self, request: Request) -> list[int]:
         if self._prefix_cache is None or request.request_id in self._private:
@@ -316,8 +313,7 @@ class Scheduler:
         return self._num_blocks(request.num_prompt_tokens + expected - 1)
 
     def _admit(self, request: Request, cached: list[int]) -> None:
-        self._waiting[request.inference.priority].popleft()
-        self._stops_waiting(request)
+        self._waiting.take_head(request)
         self.pool.share(cached)
         new = self.pool.allocate(self._num_blocks(len(request.token_ids)) - len(cached))
         assert new is not None, "it fitted"
@@ -375,8 +371,7 @@ class Scheduler:
         self._leave_running(request)
         request.state = RequestState.WAITING
         request.num_computed_tokens = 0
-        self._waiting.setdefault(request.inference.priority, deque()).appendleft(request)
-        self._starts_waiting(request)
+        self._waiting.put_first(request)
         if self._prefix_cache is not None:
             self._prefix_cache.waits(request)
 
@@ -405,21 +400,12 @@ class Scheduler:
             self._to_waiting(request)
             self._returned.append(request)
 
-    def _starts_waiting(self, request: Request) -> None:
-        self.num_waiting += 1
-        if self._pace is not None:
-            num_tokens = len(request.token_ids)
-            self._pace.waits(num_tokens, self._max_length(request.inference) - num_tokens)
-
-    def _stops_waiting(self, request: Request) -> None:
-        self.num_waiting -= 1
-        if self._pace is not None:
-            num_tokens = len(request.token_ids)
-            self._pace.leaves(num_tokens, self._max_length(request.inference) - num_tokens)
-
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
     def _max_length(self, inference: InferenceRequest) -> int:
         """Tokens of prompt and output at most."""
         return min(len(inference.token_ids) + inference.sampling.max_tokens, self._max_model_len)
+
+    def _num_outputs_left(self, request: Request) -> int:
+        return self._max_length(request.inference) - len(request.token_ids)

@@ -187,3 +187,5 @@ class EngineStats:
     num_cached_blocks: int = 0
     step_seconds: dict[str, float] = field(default_factory=dict)  # schedule, prepare, forward, sample, update -> total
     num_recomputed_tokens: int = 0  # computed, lost to preemption, and computed again
+    num_begun_tokens: int = 0  # of prompts that wait no more: they have begun, or ended without
+    num_begun_cached_tokens: int = 0  # of these, found in the prefix cache

@@ -240,3 +240,27 @@ def test_the_stats_count_what_was_done() -> None:
     assert stats.num_computed_tokens == 10 - 4 + 2
     assert (stats.num_steps, stats.num_running, stats.num_free_blocks, stats.num_cached_blocks) == (2, 0, 49, 1)
     assert stats.step_seconds == {"schedule": 0.0, "execute": 2.0, "wait": 0.0, "update": 0.0, "forward": 1.5}
+
+
+def test_a_prompt_has_begun_once_it_waits_no_more_and_counts_once() -> None:
+    clock = FakeClock()
+    engine = make_engine(ScriptedRunner(clock, {1: [0, 1], 2: [3, 4]}), clock, max_running=1)
+
+    def begun() -> tuple[int, int]:
+        stats = engine.stats()
+        return stats.num_begun_tokens, stats.num_begun_cached_tokens
+
+    for request_id in (1, 2, 3):
+        engine.add_request(InferenceRequest(request_id, (1, 2, 3, 4, 5), SamplingParams(max_tokens=2), seed=0))
+    assert begun() == (0, 0)
+    engine.step()
+    assert begun() == (5, 0)
+    engine.step()
+    engine.step()
+    assert begun() == (10, 4)  # the second has found the first one's block
+    engine.abort([2, 3])
+    assert begun() == (15, 4)
+    engine.add_request(InferenceRequest(4, (), SamplingParams(), seed=0))
+    engine.add_request(InferenceRequest(5, (1,) * 200, SamplingParams(), seed=0))
+    engine.add_request(InferenceRequest(6, (1, 2), SamplingParams(max_tokens=0), seed=0))
+    assert begun() == (217, 4)

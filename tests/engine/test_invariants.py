@@ -30,7 +30,7 @@ class Setup:
     prefix_caching: bool
     is_hopeful: bool  # expects outputs of no length, so that memory runs out
     runs_ahead: bool = False
-    paces_backlog: bool = False
+    beyond: dict[int, int] | None = None  # what comes besides what is there, truly or not; None: nobody knows
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ setups = st.builds(
     prefix_caching=st.booleans(),
     is_hopeful=st.booleans(),
     runs_ahead=st.booleans(),
-    paces_backlog=st.booleans(),
+    beyond=st.none() | st.dictionaries(st.integers(0, 20), st.integers(1, 60), max_size=3),
 )
 arrivals = st.builds(
     Arrival,
@@ -85,8 +85,8 @@ def make_engine(setup: Setup) -> tuple[Engine, Scheduler, FakeRunner]:
         setup.max_running,
         b"m",
         setup.prefix_caching,
-        setup.paces_backlog,
     )
+    scheduler.expect(setup.beyond)
     if setup.is_hopeful:
         scheduler._num_sampled_tokens = 0
     runner = FakeRunner(setup.num_blocks, setup.block_size, runs_ahead=setup.runs_ahead)
@@ -162,7 +162,7 @@ def run_to_the_end(
     assert scheduler.pool._num_wanting == {}
     assert scheduler._prefix_cache is None or scheduler._prefix_cache._chains == {}
     assert runner.rows == set()
-    assert scheduler._pace is None or not scheduler._pace._tokens
+    assert (scheduler.num_waiting, scheduler._waiting.tokens_by_output) == (0, {})
     return outputs
 
 

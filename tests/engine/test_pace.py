@@ -1,5 +1,7 @@
 """The pace of prompts: exact on small backlogs."""
 
+from collections import Counter
+
 from engine.pace import CHUNK_TOKENS, BacklogPace, prefill_tokens_per_step
 
 
@@ -22,14 +24,20 @@ def test_nothing_waiting_asks_for_nothing() -> None:
     assert prefill_tokens_per_step({}, num_steps=100) == 0
 
 
-def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
+def pace_of_a_known_end(beyond: dict[int, int] | None = None) -> BacklogPace:
     pace = BacklogPace()
-    pace.waits(45_000, 10)
+    pace.expect(beyond or {})
+    return pace
+
+
+def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
+    pace = pace_of_a_known_end()
+    left = Counter({10: 45_000})
     chunks: list[int] = []
     for step in range(90):
-        chunk = pace.next_chunk({}, num_steps=100 - step, num_decodes=24)
+        chunk = pace.next_chunk(left, {}, num_steps=100 - step, num_decodes=24)
         assert chunk is not None
-        pace.leaves(min(chunk, 45_000 - sum(chunks)), 10)
+        left[10] -= min(chunk, left[10])
         chunks.append(chunk)
     assert chunks[:4] == [1000, 0, 1000, 0]  # 500 a step
     assert set(chunks) == {0, CHUNK_TOKENS - 24}
@@ -37,6 +45,27 @@ def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
 
 
 def test_a_pace_beyond_a_chunk_is_kept() -> None:
+    assert pace_of_a_known_end().next_chunk(Counter({10: 90_000}), {}, num_steps=20, num_decodes=0) == 9000
+
+
+def test_what_is_yet_to_come_counts_as_what_is_here() -> None:
+    waiting, prefilling, beyond = Counter({10: 30_000}), {10: 15_000}, {10: 45_000}
+    pace = pace_of_a_known_end(beyond)
+    assert pace.next_chunk(waiting, prefilling, num_steps=20, num_decodes=0) == 9000
+    assert (waiting, prefilling, beyond) == ({10: 30_000}, {10: 15_000}, {10: 45_000})
+
+
+def test_a_longer_output_yet_to_come_than_any_that_runs_lifts_the_pace() -> None:
+    assert pace_of_a_known_end({100: 1}).next_chunk(Counter({10: 90_000}), {}, num_steps=20, num_decodes=0) is None
+
+
+def test_as_long_as_more_may_come_there_is_no_pace_and_no_debt() -> None:
     pace = BacklogPace()
-    pace.waits(90_000, 10)
-    assert pace.next_chunk({}, num_steps=20, num_decodes=0) == 9000
+    assert not pace.is_kept
+    assert pace.next_chunk(Counter({10: 90_000}), {}, num_steps=20, num_decodes=0) is None
+    pace.expect({})
+    assert pace.next_chunk(Counter({10: 10}), {}, num_steps=20, num_decodes=24) == CHUNK_TOKENS - 24
+    assert pace.next_chunk(Counter({10: 10}), {}, num_steps=20, num_decodes=24) == 0  # 998 ahead
+    pace.expect(None)
+    pace.expect({})
+    assert pace.next_chunk(Counter({10: 10}), {}, num_steps=20, num_decodes=24) == CHUNK_TOKENS - 24
