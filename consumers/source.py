@@ -69,6 +69,10 @@ class Source(Protocol):
         May be out of step with other threads for a moment.
         """
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it reads nothing more until some of what is in flight is complete: more may well be there."""
+
     def is_drained(self) -> bool:
         """Every assigned partition was read to the end that it had when last looked at, and nothing is in flight."""
 
@@ -185,6 +189,10 @@ class LocalSource:
     @property
     def num_handed_out(self) -> int:
         return self._tracker.num_in_flight
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._is_read and self._tracker.num_in_flight >= self._max_in_flight
 
     def is_drained(self) -> bool:
         return self._is_read and self._tracker.num_in_flight == 0

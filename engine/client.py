@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from engine import protocol
@@ -134,6 +134,10 @@ class EngineClient:
     def abort(self, request_ids: Iterable[int]) -> None:
         """Ask for requests to end now. Each still ends in one output: "abort", or whatever it ended with before."""
         self._send((MessageKind.ABORT, tuple(request_ids)))
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None:
+        """Say what will be submitted besides what was: longest output -> prompt tokens; None: nobody knows."""
+        self._send((MessageKind.EXPECT, None if beyond is None else dict(beyond)))
 
     def poll(self, timeout_seconds: float) -> list[InferenceOutput]:
         """Outputs as soon as there are some, an empty list after the time-out.

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -35,13 +35,14 @@ from schemas.inference import (
 )
 
 HEARTBEAT_SECONDS = 1.0
-STATS_SECONDS = 0.25  # while busy; going idle always sends them
+STATS_SECONDS = 0.25  # while busy; going idle always sends them, and so does a step that begins requests
 
 
 class ServedEngine(Protocol):
     """What the process asks of an engine. A request refused on entry surfaces in the next step's outputs."""
 
     def add_request(self, request: InferenceRequest) -> None: ...
+    def expect(self, beyond: Mapping[int, int] | None) -> None: ...
     def abort(self, request_ids: Iterable[int]) -> None: ...
     def step(self) -> list[InferenceOutput]: ...
     def has_unfinished(self) -> bool: ...
@@ -136,6 +137,7 @@ class WorkerConnection:
 def serve(connection: WorkerConnection, engine: ServedEngine) -> None:
     """Take in, step, give out; for ever. Raises what a step raises."""
     next_stats = 0.0
+    num_begun_tokens = 0
     while True:
         for message in connection.receive(wait=not engine.has_unfinished()):
             _carry_out(message, engine)
@@ -143,9 +145,12 @@ def serve(connection: WorkerConnection, engine: ServedEngine) -> None:
         outputs = engine.step()
         connection.step_ended()
         now = time.monotonic()
-        if now >= next_stats or not engine.has_unfinished():
-            connection.send(protocol.encode_stats(engine.stats()), protocol.encode_outputs(outputs))
+        stats = engine.stats()
+        # What has begun makes room in the queue: the worker is to fill it before the next step but one is planned.
+        if now >= next_stats or stats.num_begun_tokens != num_begun_tokens or not engine.has_unfinished():
+            connection.send(protocol.encode_stats(stats), protocol.encode_outputs(outputs))
             next_stats = now + STATS_SECONDS
+            num_begun_tokens = stats.num_begun_tokens
         elif outputs:
             connection.send(protocol.encode_outputs(outputs))
 
@@ -156,6 +161,8 @@ def _carry_out(message: Message, engine: ServedEngine) -> None:
             engine.add_request(request)
     elif message[0] == MessageKind.ABORT:
         engine.abort(message[1])
+    elif message[0] == MessageKind.EXPECT:
+        engine.expect(message[1])
     else:
         raise EngineError(f"a message of kind {message[0]} came to the engine, which takes requests and aborts")
 

@@ -29,7 +29,7 @@ from schemas.inference import (
     TokenLogprobs,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 30  # a longer one is not ours: the stream is garbage
 REQUESTS_PER_FRAME = 512
 RECEIVE_BYTES = 1 << 20
@@ -47,6 +47,7 @@ class MessageKind(IntEnum):
     HELLO = 0  # version; from the worker with (model settings, engine settings)
     SUBMIT = 1  # (distinct sampling params, requests)
     ABORT = 2  # request ids
+    EXPECT = 3  # longest output -> prompt tokens of what is yet to come; None: nobody knows
     PROGRESS = 10  # part of start-up, fraction of it done
     READY = 11  # EngineInfo
     OUTPUTS = 12  # outputs

@@ -2,7 +2,8 @@
 only keys, sizes and times. Standard library only, so that a benchmark can order a workload with it anywhere."""
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -17,9 +18,13 @@ T = TypeVar("T")
 _Key: TypeAlias = tuple[bytes, int]
 
 
+_RECENT_GROUPS = 64  # whose blocks the engine is likely to have yet
 _RANK_BYTES = 4
 _LAST_RANK = 0xFFFF_FFFF
 _GROUP = slice(_RANK_BYTES, _RANK_BYTES + 4)  # of a key's bytes: what is left of the first block's hash
+
+
+_FIRST_RANK = bytes(_RANK_BYTES)
 
 
 def _rank(num_outputs: int) -> bytes:
@@ -57,12 +62,14 @@ class _Lap:
     (last_taken, ..]  still ahead in this one
     """
 
-    __slots__ = ("keys", "last_taken", "ranks")
+    __slots__ = ("first", "keys", "last_taken", "ranks", "recent")
 
     def __init__(self) -> None:
         self.keys: list[_Key] = []
         self.last_taken: _Key | None = None  # None: at the beginning of a lap
         self.ranks: dict[bytes, bytes] = {}  # group -> its rank, until the next lap begins
+        self.first: frozenset[bytes] = frozenset()  # groups that begin the lap, whatever their outputs
+        self.recent: deque[bytes] = deque(maxlen=_RECENT_GROUPS)  # the groups last taken from
 
     def add(self, chain: bytes, sequence: int, num_outputs: int) -> _Key:
         """Its key, among its group's or, where it is the group's first, where its own output puts it."""
@@ -95,6 +102,7 @@ class PrefixBatcher(Generic[T]):
         self._urgent_next: list[int] = []
         self._next_sequence = 0
         self._num_tokens = 0
+        self._tokens_by_output: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -103,6 +111,20 @@ class PrefixBatcher(Generic[T]):
     def num_tokens(self) -> int:
         """Prompt tokens of all that wait."""
         return self._num_tokens
+
+    @property
+    def tokens_by_output(self) -> Mapping[int, int]:
+        """Prompt tokens of all that wait, by the most tokens that each may be answered with."""
+        return self._tokens_by_output
+
+    def begin_laps(self) -> None:
+        """The walk goes on from the front, with long outputs: as nothing more comes, nobody is held back by that.
+
+        Before these goes what is left of the groups last taken from: the engine has their blocks yet.
+        """
+        for lap in self._laps.values():
+            lap.last_taken = None
+            lap.first = frozenset(lap.recent)
 
     def add(
         self,
@@ -130,6 +152,7 @@ class PrefixBatcher(Generic[T]):
         if deadline is not None:
             insort(self._deadlines, (deadline - self._urgent_after_seconds, sequence))
         self._num_tokens += num_tokens
+        self._tokens_by_output[num_outputs] += num_tokens
 
     def next_batch(self, token_budget: int, now: float, max_documents: int | None = None) -> list[T]:
         """Takes the next documents out, in order, while they fit the budget; the first one always does.
@@ -203,10 +226,13 @@ class PrefixBatcher(Generic[T]):
                 end += 1
             if end > start:
                 lap.last_taken = lap.keys[end - 1]
+                for key, _ in lap.keys[start:end]:
+                    if not lap.recent or lap.recent[-1] != key[_GROUP]:
+                        lap.recent.append(key[_GROUP])
                 del lap.keys[start:end]
             if start < len(lap.keys):
                 break
-            lap.last_taken = None  # the lap is done; the next begins at the front
+            lap.last_taken, lap.first = None, frozenset()  # the lap is done; the next begins at the front
         self._drop_if_empty(priority)
         return chosen
 
@@ -216,7 +242,9 @@ class PrefixBatcher(Generic[T]):
         for key, sequence in lap.keys:
             group = key[_GROUP]
             longest[group] = max(longest.get(group, 0), self._waiting[sequence].num_outputs)
-        ranks = {group: _rank(num_outputs) for group, num_outputs in longest.items()}
+        ranks = {
+            group: _FIRST_RANK if group in lap.first else _rank(num_outputs) for group, num_outputs in longest.items()
+        }
         if any(lap.ranks[group] != rank for group, rank in ranks.items()):
             for _, sequence in lap.keys:
                 entry = self._waiting[sequence]
@@ -264,4 +292,7 @@ class PrefixBatcher(Generic[T]):
     def _take(self, entry: _Waiting[T]) -> T:
         del self._waiting[entry.key[1]]
         self._num_tokens -= entry.num_tokens
+        self._tokens_by_output[entry.num_outputs] -= entry.num_tokens
+        if not self._tokens_by_output[entry.num_outputs]:
+            del self._tokens_by_output[entry.num_outputs]
         return entry.document

@@ -9,7 +9,7 @@ is held in exactly one place at a time, and each place counts by itself, so that
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import structlog
@@ -38,6 +38,7 @@ WAIT_SECONDS = 0.05  # the longest that a turn sleeps
 HUNGRY_WAIT_SECONDS = 0.005  # while the engine could run more than it has
 LOOK_UP_WAIT_SECONDS = 0.005  # while documents are looked up and nothing else is to be done
 SWEEP_SECONDS = 0.25  # between looks for work of revoked partitions
+LULL_SECONDS = 1.0  # without a document, though there is room: what is here is taken for all that comes
 ACCOUNT_SECONDS = 1.0  # between two comparisons of the account with the source's own count
 ACCOUNT_PATIENCE_SECONDS = 20.0  # counts of several threads may differ for a moment, and never for so long
 ACCOUNT_WAIT_SECONDS = 0.005  # between two looks whether the source has heard of every ending
@@ -76,6 +77,8 @@ class Flow:
 
         self._prompts: PromptBuilder | None = None
         self._next_sweep = 0.0
+        self._last_arrival = clock()
+        self._told: Mapping[int, int] | None = None  # what the engine was last told to expect
         self._drain_until: float | None = None
         self._is_draining = False
 
@@ -147,6 +150,7 @@ class Flow:
     def _use(self, info: EngineInfo) -> None:
         self._prompts = self._make_prompts(info)
         self._rows_of.weights = info.weights
+        self._told = None
 
     def run(self, until_drained: bool = False, on_turn: Callable[[], None] | None = None) -> None:
         """Turns until drained: the backlog, where that is wanted, or on request. Raises what stops a worker."""
@@ -219,6 +223,7 @@ class Flow:
         documents = self._source.poll(POLL_DOCUMENTS, self._idle_seconds())
         now = self._clock()
         if documents:
+            self._last_arrival = now
             if not self.totals.account.delivered:
                 self.totals.time.first_delivered = now
             for document in documents:
@@ -276,16 +281,28 @@ class Flow:
 
     def _feed(self) -> None:
         """Hands the engine what the window has for it, except what is not ours any more, or too late."""
-        if self._is_draining or self.outgoing.is_blocked:
+        if self._is_draining:
+            self._expect(None)  # the grace is short: nothing is put off
+            return
+        if self.outgoing.is_blocked:
             return
         now = self._clock()
         if self._window.is_searching:
             if suspects := self._window.next_suspects(now):
                 self._engine.submit(suspects)
             return
-        ready = [work for work in self._window.next_batch(self.totals.hit_rate, now) if self._may_start(work)]
+        if self._arrived or self._redeliveries or self._source.is_paused:
+            self._last_arrival = now
+        knows_all = now - self._last_arrival >= LULL_SECONDS
+        ready = [work for work in self._window.next_batch(self._engine.stats, now, knows_all) if self._may_start(work)]
         if ready:
             self._engine.submit(self._window.start(ready, now))
+        self._expect(self._window.beyond)
+
+    def _expect(self, beyond: Mapping[int, int] | None) -> None:
+        if beyond != self._told:
+            self._engine.expect(beyond)
+            self._told = None if beyond is None else dict(beyond)
 
     def _may_start(self, work: Work) -> bool:
         """False where the document has ended otherwise: handed back, or failed because its deadline has passed."""

@@ -1,7 +1,7 @@
 """The engine process as the flow sees it: started, lost, started again. Passes requests through and reads none."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -24,6 +24,7 @@ class Engine(Protocol):
     stats: EngineStats
 
     def submit(self, requests: Sequence[InferenceRequest]) -> None: ...
+    def expect(self, beyond: Mapping[int, int] | None) -> None: ...
     def abort(self, request_ids: Iterable[int]) -> None: ...
     def poll(self, timeout_seconds: float) -> list[InferenceOutput]: ...
     def close(self) -> None: ...
@@ -70,6 +71,9 @@ class EngineSupervisor:
 
     def submit(self, requests: Sequence[InferenceRequest]) -> None:
         self._now().submit(requests)
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None:
+        self._now().expect(beyond)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         self._now().abort(request_ids)

@@ -5,16 +5,15 @@ next and keeps the books; who submits, and what becomes of an output, is the flo
                                           └─ <── lost ──┘      suspects wait for their turn (pipeline/suspects.py)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from pipeline.appetite import EngineAppetite
 from pipeline.batcher import PrefixBatcher
 from pipeline.rows import Work
 from pipeline.suspects import Loss, Suspects
-from schemas.inference import InferenceRequest
+from schemas.inference import EngineStats, InferenceRequest
 
 FIRST_REQUEST_ID = 1  # 0 is the worker's own, of the inference that proves a started engine
-STEPS_AHEAD = 2  # steps' worth of tokens that wait in the engine beyond what can run
-MAX_HIT_RATE = 0.95  # cached tokens fill no step, so more are sent; beyond this rate the estimate is not followed
 CRASHES_TO_ISOLATE = 3  # workers that died with a document in flight: from then on it runs alone
 
 
@@ -23,11 +22,11 @@ class EngineWindow:
 
     def __init__(self, *, max_running: int, max_tokens_per_step: int, urgent_after_seconds: float) -> None:
         self._max_running = max_running
-        self._max_tokens_per_step = max_tokens_per_step
+        self._appetite = EngineAppetite(max_tokens_per_step)
         self._batcher: PrefixBatcher[Work] = PrefixBatcher(urgent_after_seconds)
         self._suspects = Suspects()
         self._running: dict[int, Work] = {}  # request id -> its work; what the engine has, and the suspects that wait
-        self._running_tokens = 0
+        self._knows_all = False
         self._next_request_id = FIRST_REQUEST_ID
 
     @property
@@ -51,8 +50,13 @@ class EngineWindow:
 
     @property
     def is_hungry(self) -> bool:
-        """Whether the engine could run more than it has."""
-        return len(self._running) < self._max_running
+        """Whether the engine may want more any moment: some waits for its word, or it could run more than it has."""
+        return len(self._batcher) > 0 or len(self._running) < self._max_running
+
+    @property
+    def beyond(self) -> Mapping[int, int] | None:
+        """Longest output -> prompt tokens of what the engine is yet to get; None where more may come than is here."""
+        return self._batcher.tokens_by_output if self._knows_all else None
 
     def wait(self, work: Work, now: float, deadline: float | None = None) -> None:
         """Puts work where it waits for its turn; `deadline` is when it must have started."""
@@ -67,16 +71,16 @@ class EngineWindow:
             deadline=deadline,
         )
 
-    def next_batch(self, hit_rate: float, now: float) -> list[Work]:
-        """Takes out what the engine should have now: two steps' worth of tokens beyond what can run, and no more, for
-        order is late."""
-        if not len(self._batcher):
-            return []
-        num_queued = max(0, len(self._running) - self._max_running)
-        queued_tokens = num_queued * self._running_tokens / max(len(self._running), 1)
-        fresh = 1.0 - min(hit_rate, MAX_HIT_RATE)
-        budget = int(STEPS_AHEAD * self._max_tokens_per_step / fresh - queued_tokens)
-        return self._batcher.next_batch(budget, now) if budget > 0 else []
+    def next_batch(self, stats: EngineStats, now: float, knows_all: bool = False) -> list[Work]:
+        """Takes out what the engine should have now: what its next steps take, and no more, for order is late.
+
+        `knows_all`: nothing comes for now besides what is here. The walk then begins anew, with the longest outputs.
+        """
+        if knows_all and not self._knows_all:
+            self._batcher.begin_laps()
+        self._knows_all = knows_all
+        wanted = self._appetite.num_wanted(stats.num_begun_tokens, stats.num_begun_cached_tokens)
+        return self._batcher.next_batch(wanted, now)
 
     def start(self, works: Sequence[Work], now: float) -> list[InferenceRequest]:
         """These are the engine's from now on; the requests to submit. Those that may have killed workers wait, to run
@@ -88,34 +92,35 @@ class EngineWindow:
             request_id = self._next_request_id
             self._next_request_id += 1
             self._running[request_id] = work
-            self._running_tokens += len(work.prepared.token_ids)
             if work.prepared.document.crash_count >= CRASHES_TO_ISOLATE:
                 isolated.append(request_id)
             else:
                 requests.append(_request(request_id, work))
         if isolated:
             self._suspects.isolate(isolated)
-        return requests
+        return self._given(requests)
 
     def next_suspects(self, now: float) -> list[InferenceRequest]:
         """The group of suspects that runs now; none while one does, nor once nobody is suspected any more."""
         request_ids = self._suspects.next_group(self.num_running)
         for request_id in request_ids:
             self._running[request_id].submitted = now
-        return [_request(request_id, self._running[request_id]) for request_id in request_ids]
+        return self._given([_request(request_id, self._running[request_id]) for request_id in request_ids])
+
+    def _given(self, requests: list[InferenceRequest]) -> list[InferenceRequest]:
+        self._appetite.gave(sum([len(request.token_ids) for request in requests]))
+        return requests
 
     def lost(self) -> tuple[Loss, Work | None]:
         """The engine is lost: what it had is suspected. What that taught; and the convicted's work, which has ended."""
+        self._appetite.starts_anew()
         waiting = self._suspects.waiting()
         loss = self._suspects.lost([request_id for request_id in self._running if request_id not in waiting])
         return loss, None if loss.convicted is None else self.end(loss.convicted)
 
     def end(self, request_id: int) -> Work | None:
         """The work of an output, which runs no longer; None where it was dropped before."""
-        work = self._running.pop(request_id, None)
-        if work is not None:
-            self._running_tokens -= len(work.prepared.token_ids)
-        return work
+        return self._running.pop(request_id, None)
 
     def drop_where(self, is_unwanted: Callable[[Work], bool]) -> tuple[list[Work], list[int]]:
         """Drops work wherever it is: that work, and the ids of the requests that the engine should abort."""

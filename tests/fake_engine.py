@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine import process
@@ -89,12 +89,16 @@ class FakeEngine:
         self._num_prompt_tokens = 0
         self._num_sampled_tokens = 0
         self._step_seconds = 0.0
+        self._num_begun_tokens = 0
 
     def add_request(self, request: InferenceRequest) -> None:
         if self._behaviour.hold_on_token in request.token_ids:
+            self._num_begun_tokens += len(request.token_ids)
             return
         self._waiting.setdefault(request.priority, deque()).append(request)
         self._num_waiting += 1
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None: ...
 
     def abort(self, request_ids: Iterable[int]) -> None:
         wanted = set(request_ids)
@@ -102,6 +106,7 @@ class FakeEngine:
             for request in [one for one in requests if one.request_id in wanted]:
                 requests.remove(request)
                 self._num_waiting -= 1
+                self._num_begun_tokens += len(request.token_ids)
                 self._aborted.append(InferenceOutput(request.request_id, finish_reason="abort"))
 
     def has_unfinished(self) -> bool:
@@ -133,6 +138,7 @@ class FakeEngine:
             output = InferenceOutput(request.request_id, num_prompt_tokens=len(request.token_ids), failure=failure)
         self._num_waiting -= 1
         self._num_answers += 1
+        self._num_begun_tokens += len(request.token_ids)
         self._num_prompt_tokens += output.num_prompt_tokens
         self._num_sampled_tokens += len(output.token_ids)
         return output
@@ -156,6 +162,7 @@ class FakeEngine:
             num_sampled_tokens=self._num_sampled_tokens,
             num_computed_tokens=self._num_prompt_tokens + self._num_sampled_tokens,
             step_seconds={"forward": self._step_seconds},
+            num_begun_tokens=self._num_begun_tokens,
         )
 
 

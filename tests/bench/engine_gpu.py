@@ -14,10 +14,8 @@ import random
 import statistics
 import sys
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +37,8 @@ from engine.step_arrays import MIN_TOKENS_SAVED
 from engine.step_plan import StepPlan
 from engine.weights.names import expected_parameters
 from kernels.fp8 import quantise_rows_reference
-from pipeline.backlog import order_backlog
 from schemas.inference import InferenceOutput, InferenceRequest, SamplingParams
+from tests.bench.backlog import Requests, steps
 
 sys.path.insert(0, str(Path(__file__).parent))
 import floor
@@ -146,37 +144,17 @@ def build_engine(decoder: Decoder, build: Build) -> tuple[Engine, CudaRunner]:
     )  # fmt: skip
     scheduler = Scheduler(
         BlockPool(cache.num_blocks), build.block_size, build.max_model_len, build.max_tokens_per_step,
-        build.max_running, paces_backlog=True,
+        build.max_running,
     )  # fmt: skip
     return Engine(runner, scheduler, lambda stop: NoText(), label_sets, ()), runner
 
 
-Requests = Sequence[tuple[list[int], int]]
-FED_FIRST, FED_PER_STEP = 16, 64  # what comes is hashed and taken in while the device computes
-
-
-def backlog_of(requests: Requests, block_size: int) -> Iterator[InferenceRequest]:
-    """In the order of a known backlog."""
-    raw = [(array("i", prompt).tobytes(), max_tokens) for prompt, max_tokens in requests]
-    for i in order_backlog(raw, 4 * block_size):
-        prompt, max_tokens = requests[i]
-        hashes = hash_blocks(prompt, block_size, b"")
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        yield InferenceRequest(i, tuple(prompt), sampling, seed=0, block_hashes=hashes)
-
-
-def run(engine: Engine, requests: Requests, block_size: int) -> dict[int, InferenceOutput]:
+def run(
+    engine: Engine, requests: Requests, block_size: int, max_tokens_per_step: int = 8192
+) -> dict[int, InferenceOutput]:
     """All requests to their full length."""
-    backlog = backlog_of(requests, block_size)
-    outputs = {}
-    for inference in islice(backlog, FED_FIRST):
-        engine.add_request(inference)
-    while engine.has_unfinished():
-        for inference in islice(backlog, FED_PER_STEP):
-            engine.add_request(inference)
-        for output in engine.step():
-            outputs[output.request_id] = output
-    return outputs
+    done = steps(engine, requests, block_size, max_tokens_per_step)
+    return {output.request_id: output for outputs in done for output in outputs}
 
 
 def run_in_two_waves(engine: Engine, requests: Requests, block_size: int) -> dict[int, InferenceOutput]:
@@ -506,7 +484,7 @@ def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: boo
             torch.cuda.synchronize()
             log = StepLog(runner) if log_steps else None
             began = time.perf_counter()
-            done = run(engine, requests, build.block_size)
+            done = run(engine, requests, build.block_size, build.max_tokens_per_step)
             seconds.append(time.perf_counter() - began)
             if log is not None:
                 log.report()
@@ -554,15 +532,14 @@ def profile(names: Sequence[str], build: Build) -> None:
         engine, _ = build_engine(decoder, replace(build, kv_cache_tokens=cap or build.kv_cache_tokens))
         requests = workloads.WORKLOADS[name]()
         run(engine, [([t % 1000 for t in range(100 + i)], 16) for i in range(64)], build.block_size)
-        for inference in backlog_of(requests, build.block_size):
-            engine.add_request(inference)
+        under_way = steps(engine, requests, build.block_size, build.max_tokens_per_step)
         for _ in range(PROFILED_AFTER.get(name, 40)):
-            engine.step()
+            next(under_way)
         torch.cuda.synchronize()
         with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
             began = time.perf_counter()
             for _ in range(25):
-                engine.step()
+                next(under_way)
             torch.cuda.synchronize()
             wall = time.perf_counter() - began
         events = [e for e in result.events() if e.device_type.name == "CUDA"]
@@ -582,7 +559,7 @@ def profile(names: Sequence[str], build: Build) -> None:
         for kernel, (seconds, count) in sorted(by_name.items(), key=lambda entry: -entry[1][0])[:18]:
             print(f"  {seconds / 1e3:9.2f} ms {seconds / busy:6.1%} {count:6d} x  {kernel[:110]}")
         sys.stdout.flush()
-        del engine
+        del engine, under_way
         gc.collect()
         torch.cuda.empty_cache()
 

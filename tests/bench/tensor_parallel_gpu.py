@@ -116,7 +116,7 @@ def build_engine(case: Case, group: Group, ranks: Ranks) -> tuple[Engine, Any]:
     build = case.build
     scheduler = Scheduler(
         BlockPool(build.kv_cache_tokens // build.block_size), build.block_size, build.max_model_len,
-        build.max_tokens_per_step, build.max_running, paces_backlog=True,
+        build.max_tokens_per_step, build.max_running,
     )  # fmt: skip
     return Engine(runner, scheduler, lambda stop: NoText(), LabelSets(frozenset(), lambda: ()), ()), runner
 

@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from engine import process
@@ -45,6 +45,9 @@ class RecordingEngine:
             prompt = array("i", request.token_ids).tobytes()
             self._lines[request.request_id] = hashlib.blake2b(prompt, digest_size=_DIGEST_BYTES).hexdigest().encode()
         self._engine.add_request(request)
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None:
+        self._engine.expect(beyond)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         self._engine.abort(request_ids)

@@ -80,7 +80,7 @@ def test_garbage_is_an_engine_error(garbage: bytes) -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(EngineError, match="speaks protocol 99, this one 1"):
+    with pytest.raises(EngineError, match="speaks protocol 99, this one 2"):
         protocol.check_version((protocol.MessageKind.HELLO, 99))
     with pytest.raises(EngineError, match="not a hello"):
         protocol.check_version((protocol.MessageKind.STATS, 1))

@@ -89,6 +89,7 @@ class MemorySource:
         self.holds_dead_letters = False
         self.held: list[Callable[[], None]] = []
         self.is_draining = False
+        self.is_paused = False
         self.failure: SourceError | None = None
         self._waiting = deque(documents)
         self._in_flight: set[SourcePosition] = set()

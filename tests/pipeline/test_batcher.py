@@ -1,5 +1,6 @@
 """The window's order: shared prefixes side by side, laps, priorities, and nobody waiting for ever."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -102,6 +103,22 @@ def test_what_arrives_behind_the_cursor_waits_for_the_next_lap() -> None:
     assert batcher.next_batch(1000, now=0.0) == ["c", "c2", "a2"]
 
 
+def test_when_nothing_more_comes_the_walk_begins_anew_with_what_the_engine_has_yet_then_long_outputs() -> None:
+    batcher = make()
+    for name, hashes, outputs in (("a", (A,), 64), ("b", (B,), 8), ("c", (C,), 16)):
+        add(batcher, name, hashes, outputs=outputs)
+    assert batcher.next_batch(20, now=0.0) == ["a", "c"]
+    add(batcher, "a2", (A,), outputs=8)
+    add(batcher, "d, long", (b"D" * 16,), outputs=512)
+    add(batcher, "c2", (C,), outputs=8)
+    add(batcher, "b, longer", (B,), outputs=32)
+    batcher.begin_laps()
+    assert batcher.next_batch(1000, now=0.0) == ["a2", "c2", "d, long", "b", "b, longer"]
+    add(batcher, "b2", (B,), outputs=8)
+    add(batcher, "e", (b"E" * 16,), outputs=16)
+    assert batcher.next_batch(1000, now=0.0) == ["e", "b2"]  # the next lap has no groups that come first
+
+
 def test_higher_priority_goes_first_also_when_it_arrives_later() -> None:
     batcher = make()
     add(batcher, "low", (A,), priority=-1)
@@ -156,6 +173,7 @@ _STEPS = st.lists(
         st.tuples(st.just("take"), st.integers(0, 60), st.integers(0, 4)),
         st.tuples(st.just("wait"), st.floats(0, 60)),
         st.tuples(st.just("drop"), st.integers(0, 5)),
+        st.tuples(st.just("begin")),
     ),
     max_size=60,
 )
@@ -172,7 +190,13 @@ def test_every_document_leaves_exactly_once(steps: list[tuple[object, ...]]) -> 
             case ("add", list(hashes), int(tokens), int(priority), deadline):
                 assert deadline is None or isinstance(deadline, float)
                 batcher.add(
-                    len(sizes), block_hashes=hashes, num_tokens=tokens, now=now, priority=priority, deadline=deadline
+                    len(sizes),
+                    block_hashes=hashes,
+                    num_tokens=tokens,
+                    num_outputs=len(sizes) % 3,
+                    now=now,
+                    priority=priority,
+                    deadline=deadline,
                 )
                 sizes.append(tokens)
             case ("take", int(budget), int(most)):
@@ -183,12 +207,18 @@ def test_every_document_leaves_exactly_once(steps: list[tuple[object, ...]]) -> 
                 left += taken
             case ("wait", float(seconds)):
                 now += seconds
+            case ("begin",):
+                batcher.begin_laps()
             case ("drop", int(remainder)):
                 dropped = batcher.remove_where(lambda document, remainder=remainder: document % 6 == remainder)  # type: ignore[misc]
                 assert all(document % 6 == remainder for document in dropped)
                 left += dropped
         assert len(batcher) == len(sizes) - len(left)
         assert batcher.num_tokens == sum(sizes) - sum(sizes[i] for i in left)
+        expected: Counter[int] = Counter()
+        for document in set(range(len(sizes))) - set(left):
+            expected[document % 3] += sizes[document]
+        assert batcher.tokens_by_output == expected
     left += batcher.next_batch(10**9, now)
     assert sorted(left) == list(range(len(sizes)))
 

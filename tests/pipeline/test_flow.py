@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from engine.client import DEFAULT_COMMAND, EngineClient
 from pipeline.account import Outcome
 from pipeline.failure_limits import FailureLimits
-from pipeline.flow import ACCOUNT_PATIENCE_SECONDS, WAIT_SECONDS, Flow
+from pipeline.flow import ACCOUNT_PATIENCE_SECONDS, LULL_SECONDS, WAIT_SECONDS, Flow
 from pipeline.prompts import PromptBuilder, compile_tasks
 from pipeline.redelivery import LookUp
 from pipeline.results import WorkerIdentity, row_version
@@ -286,15 +286,51 @@ def test_a_full_outbox_stops_the_feeding_and_loses_nothing(make_stage: MakeStage
     assert stage.balance() == (0, 0)
 
 
-def test_the_engine_gets_two_steps_of_tokens_beyond_what_can_run_and_no_more(make_stage: MakeStage) -> None:
+def test_the_engine_gets_three_steps_of_tokens_and_no_more(make_stage: MakeStage) -> None:
     source = MemorySource([make_document(offset, prompt="x" * 16) for offset in range(100)])
     stage = make_stage(source, {"step_seconds": 60.0})
     stage.flow.open_engine()
     for _ in range(4):
         stage.flow.turn()
-    # 8 can run, then 2 steps x 64 tokens / 16 a prompt = 8 wait; the other 84 can still be put in order.
-    assert stage.flow.held()["engine"] == 16
-    assert stage.flow.held()["batcher"] == 84
+    # 3 steps x 64 tokens / 16 a prompt = 12 are there; the other 88 can still be put in order.
+    assert stage.flow.held()["engine"] == 12
+    assert stage.flow.held()["batcher"] == 88
+
+
+def test_after_a_lull_the_engine_is_told_what_is_left_and_a_new_document_takes_that_back(make_stage: MakeStage) -> None:
+    clock = FakeClock(100.0)
+    source = MemorySource([make_document(offset, prompt="x" * 16, sampling={"max_tokens": 4}) for offset in range(16)])
+    stage = make_stage(source, {"step_seconds": 60.0}, clock=clock)
+    stage.flow.open_engine()
+    told: list[dict[int, int] | None] = []
+
+    def note(beyond: Mapping[int, int] | None) -> None:
+        told.append(None if beyond is None else dict(beyond))
+
+    stage.started[0].expect = note  # type: ignore[method-assign]
+
+    def turn_after(seconds: float) -> None:
+        clock.advance(seconds)
+        stage.flow.turn()
+
+    turn_after(0.0)
+    turn_after(LULL_SECONDS - 0.1)
+    assert told == []
+    turn_after(0.2)
+    turn_after(60.0)
+    assert told == [{4: 64}]  # four documents, told once
+    source.add([make_document(16)])
+    turn_after(0.1)
+    assert told == [{4: 64}, None]
+    source.is_paused = True
+    turn_after(60.0)
+    assert told == [{4: 64}, None]  # nothing comes because nothing is read
+    source.is_paused = False
+    turn_after(LULL_SECONDS)
+    assert told[2:] == [{4: 64, 256: 1}]
+    stage.flow.request_drain(0.0)
+    stage.flow.run()
+    assert told[3:] == [None]  # while it drains nothing is put off
 
 
 def test_a_lost_engine_is_started_again_and_gets_what_it_had(make_stage: MakeStage) -> None:

@@ -1,6 +1,6 @@
 """The supervisor: when another engine is started, after which wait, and when no more."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
@@ -23,7 +23,7 @@ class ScriptedEngine:
         self.is_closed = False
 
     def submit(self, requests: Sequence[InferenceRequest]) -> None: ...
-
+    def expect(self, beyond: Mapping[int, int] | None) -> None: ...
     def abort(self, request_ids: Iterable[int]) -> None: ...
 
     def poll(self, timeout_seconds: float) -> list[InferenceOutput]:
