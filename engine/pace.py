@@ -14,7 +14,7 @@ rows, so prompts are taken in as fast as they fit.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # Of a step that takes prompts in, its decode rows included: the least at which products run at their full rate, so that
 # as many decode rows as possible share in it.
@@ -55,20 +55,25 @@ class BacklogPace:
         """Whether there is a pace: whether all that will come is known."""
         return self._beyond is not None
 
-    def next_chunk(
-        self, waiting: Counter[int], prefilling: Mapping[int, int], num_steps: int, num_decodes: int
-    ) -> int | None:
-        """Prompt tokens for the step being planned; None: as many as there is room for.
+    def next_chunk(self, waiting: Counter[int], running: Iterable[tuple[int, int]], num_decodes: int, room: int) -> int:
+        """Prompt tokens for the step being planned, where a pace is kept; `room` where it allows as many as that.
 
-        `waiting`, `prefilling`: tokens not computed yet of the requests that wait and that run, by output length;
-        num_steps: that the longest running output still takes; num_decodes: the step's decode rows.
+        waiting: output length -> tokens not computed yet of the requests that wait.
+        running: of each request that runs, its tokens not computed yet and what is left of its output; beyond one token
+            it is still in its prompt, else it decodes.
+        num_decodes: the step's decode rows.
         """
-        if self._beyond is None:
-            return None
-        pace = prefill_tokens_per_step(waiting + Counter(prefilling) + self._beyond, num_steps)
+        assert self._beyond is not None, "no pace is kept"
+        tokens, num_steps = waiting + self._beyond, 0
+        for num_left, output in running:
+            if num_left > 1:
+                tokens[output] += num_left
+            else:
+                num_steps = max(num_steps, output)
+        pace = prefill_tokens_per_step(tokens, num_steps)
         if pace is None:
             self._due = 0
-            return None
+            return room
         self._due += pace
         if self._due <= 0:
             return 0

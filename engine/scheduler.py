@@ -230,8 +230,11 @@ class Scheduler:
             elif budget > 0 and self._grow(request, plan):
                 self._run(request, 1, plan)
                 budget -= 1
-        if (chunk := self._next_chunk(plan.num_tokens)) is not None:
-            budget = min(budget, chunk)
+        if self._pace.is_kept:
+            rows = [
+                (len(one.token_ids) - one.num_computed_tokens, self._num_outputs_left(one)) for one in self._running
+            ]
+            budget = min(budget, self._pace.next_chunk(self._waiting.tokens_by_output, rows, plan.num_tokens, budget))
         for request in prefilling:
             if budget <= 0:
                 break
@@ -240,21 +243,6 @@ class Scheduler:
                 self._run(request, count, plan)
                 budget -= count
         return budget
-
-    def _next_chunk(self, num_decodes: int) -> int | None:
-        """Prompt tokens for this step by their pace; None: as many as there is room for."""
-        if not self._pace.is_kept:
-            return None
-        prefilling: dict[int, int] = {}
-        num_steps = 0
-        for request in self._running:
-            num_left = len(request.token_ids) - request.num_computed_tokens
-            output = self._num_outputs_left(request)
-            if num_left > 1:
-                prefilling[output] = prefilling.get(output, 0) + num_left
-            else:
-                num_steps = max(num_steps, output)
-        return self._pace.next_chunk(self._waiting.tokens_by_output, prefilling, num_steps, num_decodes)
 
     def _admit_waiting(self, plan: StepPlan, budget: int, not_yet: set[int]) -> None:
         """In order; one that does not fit holds back those behind it, so that it is not passed by for ever."""

@@ -300,7 +300,7 @@ class Flow:
         self._expect(self._window.beyond)
 
     def _expect(self, beyond: Mapping[int, int] | None) -> None:
-        if beyond != self._told:
+        if beyond != self._told and self._engine.is_ready:
             self._engine.expect(beyond)
             self._told = None if beyond is None else dict(beyond)
 

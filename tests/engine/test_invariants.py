@@ -30,7 +30,7 @@ class Setup:
     prefix_caching: bool
     is_hopeful: bool  # expects outputs of no length, so that memory runs out
     runs_ahead: bool = False
-    beyond: dict[int, int] | None = None  # what comes besides what is there, truly or not; None: nobody knows
+    expected: tuple[tuple[int, dict[int, int] | None], ...] = ()  # step -> what is said to be yet to come, true or not
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,13 @@ setups = st.builds(
     prefix_caching=st.booleans(),
     is_hopeful=st.booleans(),
     runs_ahead=st.booleans(),
-    beyond=st.none() | st.dictionaries(st.integers(0, 20), st.integers(1, 60), max_size=3),
+    expected=st.lists(
+        st.tuples(
+            st.integers(0, 2) | st.integers(0, 40),
+            st.none() | st.dictionaries(st.integers(0, 20), st.integers(1, 60), max_size=3),
+        ),
+        max_size=4,
+    ).map(tuple),
 )
 arrivals = st.builds(
     Arrival,
@@ -86,7 +92,6 @@ def make_engine(setup: Setup) -> tuple[Engine, Scheduler, FakeRunner]:
         b"m",
         setup.prefix_caching,
     )
-    scheduler.expect(setup.beyond)
     if setup.is_hopeful:
         scheduler._num_sampled_tokens = 0
     runner = FakeRunner(setup.num_blocks, setup.block_size, runs_ahead=setup.runs_ahead)
@@ -135,6 +140,9 @@ def run(
                 engine.add_request(
                     InferenceRequest(request_id, arrival.prompt, sampling, seed=0, priority=arrival.priority)
                 )
+        for at_step, beyond in setup.expected:
+            if at_step == step:
+                engine.expect(beyond)
         engine.abort(request_id for at_step, request_id in abort_at if at_step == step)
         runner.fail_next = step in fail_at
         try:

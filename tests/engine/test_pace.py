@@ -35,8 +35,7 @@ def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
     left = Counter({10: 45_000})
     chunks: list[int] = []
     for step in range(90):
-        chunk = pace.next_chunk(left, {}, num_steps=100 - step, num_decodes=24)
-        assert chunk is not None
+        chunk = pace.next_chunk(left, [(1, 100 - step)], num_decodes=24, room=8000)
         left[10] -= min(chunk, left[10])
         chunks.append(chunk)
     assert chunks[:4] == [1000, 0, 1000, 0]  # 500 a step
@@ -45,27 +44,29 @@ def test_prompts_come_in_chunks_that_keep_the_pace() -> None:
 
 
 def test_a_pace_beyond_a_chunk_is_kept() -> None:
-    assert pace_of_a_known_end().next_chunk(Counter({10: 90_000}), {}, num_steps=20, num_decodes=0) == 9000
+    assert pace_of_a_known_end().next_chunk(Counter({10: 90_000}), [(1, 20)], num_decodes=1, room=20_000) == 9000
 
 
-def test_what_is_yet_to_come_counts_as_what_is_here() -> None:
-    waiting, prefilling, beyond = Counter({10: 30_000}), {10: 15_000}, {10: 45_000}
-    pace = pace_of_a_known_end(beyond)
-    assert pace.next_chunk(waiting, prefilling, num_steps=20, num_decodes=0) == 9000
-    assert (waiting, prefilling, beyond) == ({10: 30_000}, {10: 15_000}, {10: 45_000})
+def test_what_is_yet_to_come_and_what_is_left_of_running_prompts_count_as_what_waits() -> None:
+    waiting, beyond = Counter({10: 30_000}), {10: 45_000}
+    running = [(1, 20), (0, 19), (10_000, 10), (5_000, 10)]
+    assert pace_of_a_known_end(beyond).next_chunk(waiting, running, num_decodes=2, room=20_000) == 9000
+    assert (waiting, beyond) == ({10: 30_000}, {10: 45_000})
 
 
 def test_a_longer_output_yet_to_come_than_any_that_runs_lifts_the_pace() -> None:
-    assert pace_of_a_known_end({100: 1}).next_chunk(Counter({10: 90_000}), {}, num_steps=20, num_decodes=0) is None
+    pace = pace_of_a_known_end({100: 1})
+    assert pace.next_chunk(Counter({10: 90_000}), [(1, 20)], num_decodes=1, room=20_000) == 20_000
+    assert pace_of_a_known_end().next_chunk(Counter({10: 90_000}), [], num_decodes=0, room=20_000) == 20_000
 
 
-def test_as_long_as_more_may_come_there_is_no_pace_and_no_debt() -> None:
+def test_as_long_as_more_may_come_there_is_no_pace_and_afterwards_no_debt() -> None:
     pace = BacklogPace()
-    assert not pace.is_kept
-    assert pace.next_chunk(Counter({10: 90_000}), {}, num_steps=20, num_decodes=0) is None
-    pace.expect({})
-    assert pace.next_chunk(Counter({10: 10}), {}, num_steps=20, num_decodes=24) == CHUNK_TOKENS - 24
-    assert pace.next_chunk(Counter({10: 10}), {}, num_steps=20, num_decodes=24) == 0  # 998 ahead
-    pace.expect(None)
-    pace.expect({})
-    assert pace.next_chunk(Counter({10: 10}), {}, num_steps=20, num_decodes=24) == CHUNK_TOKENS - 24
+    kept, chunks = [pace.is_kept], []
+    for is_known in (True, True, False, True):
+        pace.expect({} if is_known else None)
+        kept.append(pace.is_kept)
+        if is_known:
+            chunks.append(pace.next_chunk(Counter({10: 10}), [(1, 20)], num_decodes=24, room=8000))
+    assert kept == [False, True, True, False, True]
+    assert chunks == [CHUNK_TOKENS - 24, 0, CHUNK_TOKENS - 24]  # the second step was 999 ahead
