@@ -118,6 +118,11 @@ class EngineSupervisor:
             except EngineError as error:
                 cause, counts = error, True
 
+    def close(self) -> None:
+        """Ends the engine that there is, if any. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+
     def _wait_seconds(self) -> float:
         return min(self._backoff_seconds * 2.0 ** (self._lost_in_a_row - 1), MAX_BACKOFF_SECONDS)
 

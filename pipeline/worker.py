@@ -114,10 +114,12 @@ class Worker:
             sink = self._start_sink(parts, [task.index for task in settings.tasks.values()])
             ensure_topics(settings.kafka, wait_seconds=settings.kafka.connect_timeout_seconds)
             source = self._source = KafkaSource(settings.kafka, worker=self._name)
+            engine = EngineSupervisor(self._start_engine, settings.worker.engine_restarts)
+            parts.callback(engine.close)
             flow = Flow(
                 source,
                 sink,
-                EngineSupervisor(lambda: self._start_engine(parts), settings.worker.engine_restarts),
+                engine,
                 lambda info: PromptBuilder(tasks, tokenizer, info),
                 rows,
                 max_running=settings.engine.max_running,
@@ -230,7 +232,7 @@ class Worker:
         self._client, self._sink = client, sink
         return sink
 
-    def _start_engine(self, parts: ExitStack) -> tuple[EngineClient, EngineInfo]:
+    def _start_engine(self) -> tuple[EngineClient, EngineInfo]:
         """A started engine that has answered one request: a model that loads may still not compute.
 
         One that has not is ended before the error leaves, so that the next finds its memory free.
@@ -243,7 +245,6 @@ class Worker:
             silence_seconds=settings.worker.engine_silence_seconds,
             step_seconds=settings.worker.engine_step_seconds,
         )
-        parts.callback(client.close)
         started = time.monotonic()
         info = client.start(
             settings.worker.engine_start_timeout_seconds, self._tell_engine_progress, self._is_asked_to_drain

@@ -1,16 +1,21 @@
 """The worker's parts where they go wrong, without servers."""
 
+import gc
 import os
 import signal
-from contextlib import ExitStack
+import threading
+import weakref
 
 import pytest
 
 import pipeline.worker
 from engine.client import EngineClient
 from pipeline.http import StatusServer
+from pipeline.supervisor import EngineSupervisor
+from pipeline.suspects import Loss
 from pipeline.worker import Worker
 from schemas.errors import EngineError, SinkError
+from schemas.inference import EngineInfo
 from schemas.settings import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
@@ -27,13 +32,35 @@ def test_an_engine_that_does_not_answer_its_first_request_is_ended_at_once(monke
     monkeypatch.setattr(pipeline.worker, "EngineClient", NotedClient)
     monkeypatch.setattr(pipeline.worker, "PROOF_TIMEOUT_SECONDS", 0.1)
     worker = Worker(load_settings(None, {}, {}), engine_command=fake_engine_command(hang_after=0))
-    with ExitStack() as parts:
-        with pytest.raises(EngineError, match="no answer to its first request"):
-            worker._start_engine(parts)
-        (process_id,) = process_ids
-        assert process_id is not None
-        with pytest.raises(ProcessLookupError):  # or the next one would not find its memory
-            os.kill(process_id, 0)
+    with pytest.raises(EngineError, match="no answer to its first request"):
+        worker._start_engine()
+    (process_id,) = process_ids
+    assert process_id is not None
+    with pytest.raises(ProcessLookupError):  # or the next one would not find its memory
+        os.kill(process_id, 0)
+
+
+def test_of_engines_that_were_lost_nothing_is_kept() -> None:
+    """Not their clients, descriptors or threads: a worker may lose one a day for a year."""
+    worker = Worker(load_settings(None, {}, {}), engine_command=fake_engine_command())
+    clients: list[weakref.ref[EngineClient]] = []
+
+    def start() -> tuple[EngineClient, EngineInfo]:
+        client, info = worker._start_engine()
+        clients.append(weakref.ref(client))
+        return client, info
+
+    supervisor = EngineSupervisor(start, max_restarts=10, backoff_seconds=0.0)
+    supervisor.open()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        supervisor.reopen(EngineError("lost"), lambda: False, Loss())
+    gc.collect()
+    assert [client() is not None for client in clients] == [False, False, False, True]
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    supervisor.close()
+    supervisor.close()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (before[0] - 1, before[1] - 1)
 
 
 def test_signals_are_the_workers_until_all_of_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
