@@ -1,6 +1,9 @@
 """Kafka away while we run: said once, with the reason, and once that it is back."""
 
+import gc
 import hashlib
+import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -54,6 +57,25 @@ def test_a_silence_of_our_own_is_no_outage(caplog: pytest.LogCaptureFixture) -> 
     watch = OutageWatch(KafkaSettings(), lambda: 0.0, lambda _: None)  # a new connection is taken
     watch.look(60.0)
     assert (told(caplog), watch.is_away) == ([], False)
+
+
+def test_the_sockets_of_failed_connections_are_closed_while_kafka_is_away() -> None:
+    """Without waiting for a collection, which a worker that has nothing to do seldom makes."""
+    logging.disable()  # pytest keeps every record, and with the client's errors their sockets
+    now = [0.0]
+    watch = OutageWatch(kafka_settings("127.0.0.1:1", "documents"), lambda: now[0])
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            now[0] += 20
+            watch.look(now[0])
+        assert watch.is_away
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 @pytest.mark.real_servers
