@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any, Literal, TextIO
 
 import structlog
 
@@ -29,12 +30,13 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
         renderer = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
+    stream: Any = _Stream(sys.stderr)
     structlog.configure(
         processors=[*shared, *last, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(stream),
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, renderer],
@@ -48,6 +50,21 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
     # It warns of every callback of a tenth of a second, which on a busy processor says nothing about Kafka.
     logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
+
+
+class _Stream:
+    """A stream whose failures are nobody's: a full disk under the log costs its lines, and no document."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def silence_logs() -> None:

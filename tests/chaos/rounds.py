@@ -27,6 +27,7 @@ KILLER_TOKEN, NOT_FINITE_TOKEN = 60_001, 60_002  # in a prompt: what the engine 
 KEPT = {
     888174: "two workers made the index at once, and one took the other's alias for an index",
     888185: "what a killed worker had completed was forgotten by the next owner, which read none of it",
+    148: "a full disk under a worker's log ended the worker, and what it had in flight was computed again",
 }
 _AS_BEFORE = frozenset({888174, 888185})  # found while rounds had nothing of `_with_more`
 

@@ -134,12 +134,14 @@ class Topic:
         self._topic_id = topic_id if isinstance(topic_id, UUID) else UUID(str(topic_id))
 
     def _truncate(self) -> None:
-        """In each partition two thirds of what is not committed go."""
+        """In each partition two thirds of what is not committed go.
+
+        Not where nothing is: a group without an offset begins at the earliest, and cannot know that it was another.
+        """
         sizes = Counter(one.partition for one in self._made.sent)
         with self._broker.whole():
-            committed = self.committed(self._admin)
-            for partition, size in sizes.items():
-                done = committed.get(partition, 0)
+            for partition, done in self.committed(self._admin).items():
+                size = sizes[partition]
                 self._begins[partition] = max(self._begins.get(partition, 0), done + (size - done) * 2 // 3)
             deleted = {TopicPartition(self._own.topic, one): begin for one, begin in self._begins.items() if begin}
             self._admin.delete_records(deleted)

@@ -3,7 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 PROGRAM = """
 import logging, structlog
@@ -60,3 +63,13 @@ except ValueError:
 
 def test_the_level_leaves_out_what_is_below_it() -> None:
     assert [line["event"] for line in lines("error")] == ["a bug"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_under_the_log_costs_its_lines_and_stops_nobody() -> None:
+    program = PROGRAM.format(level="info") + "print('went on', flush=True)\nimport os; os._exit(0)"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, text=True, check=True
+        )
+    assert ended.stdout == "went on\n"
