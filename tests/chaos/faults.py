@@ -32,7 +32,6 @@ class Faults:
         self._crew = crew
         self._client = client.options(request_timeout=CALL_SECONDS)  # straight to the node
         self._index = index
-        self.findings: list[str] = []
         self.without_whole_log: set[WorkerProcess] = set()
         self._ends: list[tuple[float, Callable[[], None]]] = []  # monotonic time -> what ends the fault
 

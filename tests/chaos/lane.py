@@ -118,8 +118,8 @@ class Lane:
             engines = [pid for worker in crew.running for pid in worker.engine_pids()]
             stuck = crew.stop_all()
             outcome.findings += [f"{worker.name} does not end after SIGTERM" for worker in stuck]
-            outcome.findings += topic.findings + faults.findings
-            self._check_workers(crew, faults, engines, outcome)
+            self._check_workers(crew, faults, topic, engines, outcome)
+            outcome.findings += topic.findings
             with self._whole():
                 self._check(own, made, client, topic, outcome)
             outcome.num_again = records.num_answered_again()
@@ -161,9 +161,14 @@ class Lane:
                     return
                 time.sleep(TURN_SECONDS)
 
-    def _check_workers(self, crew: Crew, faults: Faults, engines: Sequence[int], outcome: Outcome) -> None:
+    def _check_workers(
+        self, crew: Crew, faults: Faults, topic: Topic, engines: Sequence[int], outcome: Outcome
+    ) -> None:
         findings = outcome.findings
         for worker in crew.stopped:
+            if worker.exit_code == 1 and topic.is_foretold(worker):
+                findings += checks.check_ended(worker)
+                continue
             findings += checks.check_stopped(worker, worker not in faults.without_whole_log)
         for worker in crew.ended:
             findings += checks.check_ended(worker)

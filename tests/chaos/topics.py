@@ -108,6 +108,14 @@ class Topic:
                     committed[partition.partition] = int(entry.offset)
         return committed
 
+    def is_foretold(self, worker: WorkerProcess) -> bool:
+        """Whether it stopped over what happened to the topic, though somebody had asked it to stop as well."""
+        words = last_words(worker)
+        if self._made.has(LOSSES) and ASKS_FOR_RESET in words:
+            self._check_named(worker)
+            return True
+        return self._topic_id is not None and MADE_AGAIN in words
+
     def check_end(self) -> Iterator[str]:
         """When all is committed: nobody may still be reading the topic's earlier life."""
         for worker in self._readers:
