@@ -33,8 +33,15 @@ def test_the_gpu_side_imports_without_the_workers_packages(folder: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_the_batcher_and_what_crosses_to_the_engine_import_without_them_too() -> None:
-    modules = ["pipeline.batcher", "schemas.inference", "schemas.errors", "engine.client"]
+def test_the_batcher_the_benchmarks_way_to_it_and_what_crosses_to_the_engine_import_without_them_too() -> None:
+    modules = [
+        "pipeline.batcher",
+        "pipeline.appetite",
+        "tests.bench.backlog",
+        "schemas.inference",
+        "schemas.errors",
+        "engine.client",
+    ]
     result = import_with_blocked(modules, (*BLOCKED, "torch"))
     assert result.returncode == 0, result.stderr
 

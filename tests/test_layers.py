@@ -25,11 +25,14 @@ ENGINE_WITHOUT_TORCH = (
     "engine.block_hash",
     "engine.block_pool",
     "engine.client",
+    "engine.engine",
+    "engine.pace",
     "engine.protocol",
     "engine.request",
     "engine.scheduler",
     "engine.step_plan",
     "engine.tokenizer",
+    "engine.waiting",
 )
 TORCH = ("torch", "triton", "transformers", "safetensors.torch", "flash_attn")
 
