@@ -28,7 +28,8 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, identity: bytes) -> t
 
 class BlockHasher:
     """hash_blocks for prompts that come one after another and begin alike: what one shares with the last that had the
-    same first block is compared, which takes a hundredth of hashing it.
+    same first block is compared and not hashed again. A prompt of 6,300 tokens, 6,000 of them shared, takes 0.13 ms
+    instead of 0.34, most of it to see its tokens as bytes.
     """
 
     def __init__(self, block_size: int, identity: bytes, max_remembered: int = 256) -> None:
