@@ -549,6 +549,7 @@ def profile(names: Sequence[str], build: Build) -> None:
             busy += max(0.0, end - max(start, last))
             last = max(last, end)
         span = spans[-1][1] - spans[0][0]
+        gaps = gaps_of(events)
         by_name: dict[str, tuple[float, int]] = {}
         for e in events:
             seconds, count = by_name.get(e.name, (0.0, 0))
@@ -558,10 +559,28 @@ def profile(names: Sequence[str], build: Build) -> None:
         )
         for kernel, (seconds, count) in sorted(by_name.items(), key=lambda entry: -entry[1][0])[:18]:
             print(f"  {seconds / 1e3:9.2f} ms {seconds / busy:6.1%} {count:6d} x  {kernel[:110]}")
+        print("  idle between two kernels:")
+        for (before, after), (seconds, count) in sorted(gaps.items(), key=lambda entry: -entry[1][0])[:14]:
+            print(f"  {seconds / 1e3:9.2f} ms {seconds / span:6.2%} {count:6d} x  {before[:52]} -> {after[:52]}")
         sys.stdout.flush()
         del engine, under_way
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def gaps_of(events: Sequence[Any]) -> dict[tuple[str, str], tuple[float, int]]:
+    """Microseconds in which nothing ran, and how often, by what ended before and what began after."""
+    gaps: dict[tuple[str, str], tuple[float, int]] = {}
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    latest = ordered[0]
+    for event in ordered[1:]:
+        gap = event.time_range.start - latest.time_range.end
+        if gap > 0:
+            seconds, count = gaps.get((latest.name, event.name), (0.0, 0))
+            gaps[latest.name, event.name] = (seconds + gap, count + 1)
+        if event.time_range.end > latest.time_range.end:
+            latest = event
+    return gaps
 
 
 def main() -> None:
