@@ -30,7 +30,9 @@ class TakeGraph(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class Captured:
+    """One graph of a step that ends in tokens."""
+
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor  # (bucket, vocab_size) float32, in the graphs' shared memory: good until the next replay
     chosen: torch.Tensor  # (2, bucket) int32: token ids, whether the row was finite
@@ -61,15 +63,14 @@ class DecodeGraphs:
         self._staging = staging
         self._last_token_ids = last_token_ids
         self._num_columns = num_columns
-        largest = min(b for b in (*BUCKETS, max_rows) if b >= min(max_rows, BUCKETS[-1]))
-        self.buckets = [b for b in BUCKETS if b <= largest] or [largest]
+        self.buckets = row_buckets(max_rows)
         shapes = self._shapes(self.buckets[-1], True)
         num_ints = layout([*shapes, (0,)])[-1]
         self._buffer = torch.zeros(num_ints, dtype=torch.int32, device=decoder.device)
         # Like every tensor that graphs read, held as long as they are.
         self._query_starts = torch.arange(self.buckets[-1] + 1, dtype=torch.int32, device=decoder.device)
         self._take_graph = take_graph
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._captured: dict[tuple[int, bool], Captured] = {}
         kinds = (False, True) if with_shared else (False,)
         self.num_graphs = len(self.buckets) * len(kinds)
         # The largest first: the others fit into its memory.
@@ -127,14 +128,14 @@ class DecodeGraphs:
             ]
         return padded
 
-    def _capture(self, bucket: int, is_shared: bool) -> _Captured:
+    def _capture(self, bucket: int, is_shared: bool) -> Captured:
         inputs = slices(self._buffer, self._shapes(bucket, is_shared))
         self._buffer.zero_()
         inputs[0].fill_(self._last_token_ids.shape[0] - 1)
         inputs[3].fill_(-1)
         step = self._step_of(inputs, bucket)
         graph, (logits, chosen) = self._take_graph(step)
-        return _Captured(graph, logits, chosen)
+        return Captured(graph, logits, chosen)
 
     def _step_of(self, inputs: Sequence[torch.Tensor], bucket: int) -> Step:
         rows, token_ids, positions, slot_mapping, lengths, tables, *of_shared = inputs
@@ -164,6 +165,11 @@ class DecodeGraphs:
             return logits, choose(self._decoder, logits, self._last_token_ids, rows)
 
         return step
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """The numbers of rows that graphs are captured for, ascending; the last is `max_rows` where one is so large."""
+    return [bucket for bucket in BUCKETS if bucket < max_rows] + [max_rows] * (max_rows <= BUCKETS[-1])
 
 
 class Capture:

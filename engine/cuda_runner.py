@@ -71,7 +71,7 @@ class CudaRunner:
         self._cache = cache
         self._sampler = sampler
         self._ranks = ranks or Ranks()
-        self._min_tokens_saved = min_tokens_saved if decoder.shares_prefixes else None
+        self._min_tokens_saved = min_tokens_saved
         self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
         self._sampling: set[int] = set()  # request ids that the sampler knows
         self._last_token_ids = torch.zeros(max_running + 1, dtype=torch.int32, device=decoder.device)
@@ -87,8 +87,7 @@ class CudaRunner:
             take_graph = take_graph or Capture()
             common = decoder, cache, self._staging, self._last_token_ids, max_running, num_columns
             with torch.inference_mode():
-                if decoder.mixes_places:
-                    self._mixed_graphs = MixedGraphs(*common, max_tokens_per_step, take_graph, largest_only)
+                self._mixed_graphs = MixedGraphs(*common, max_tokens_per_step, take_graph, largest_only)
                 self._decode_graphs = DecodeGraphs(
                     *common, self._min_tokens_saved is not None, take_graph, largest_only
                 )
@@ -147,7 +146,7 @@ class CudaRunner:
             logits, chosen = self._decode_graphs.replay(arrays)
             self.num_replays += 1
         elif self._mixed_graphs is not None and self._mixed_graphs.takes(arrays):
-            logits, chosen = self._finish(arrays, *self._mixed_graphs.replay(arrays))
+            logits, chosen = self._mixed_graphs.replay(arrays)
             self.num_mixed_replays += 1
         else:
             logits, chosen = self._run(arrays)
@@ -199,13 +198,6 @@ class CudaRunner:
                 min_tokens_saved,
             )
             self._run(replace(arrays, slot_mapping=np.full_like(arrays.slot_mapping, -1)))
-
-    def _finish(
-        self, arrays: StepArrays, attended: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        indices, rows = self._staging.upload([arrays.logits_indices, arrays.sampling_rows])
-        logits = self._decoder.logits(self._decoder.finish(attended, residual, indices))
-        return logits, choose(self._decoder, logits, self._last_token_ids, rows)
 
     def _run(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
         """Kernel by kernel; (logits (num_sampling, vocab_size), chosen (2, num_sampling))."""

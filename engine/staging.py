@@ -8,7 +8,7 @@ import torch
 from engine.step_arrays import IntArray
 
 _ALIGNMENT = 4  # ints: kernels load index tensors 16 bytes at a time
-_DEPTH = 6  # copies that may be on their way: at most two a step, of the one running, the one launched, the one made
+_DEPTH = 3  # copies that may be on their way: of the step that runs, the one launched, the one being made
 
 
 class Staging:

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_plan import Attention, AttentionPlan, SharedPrefixes
+from kernels.attention_plan import Attention, AttentionPlan
 from kernels.cpu_attention import CpuAttention
-from kernels.flash_attention import FlashAttention
+from kernels.flash_attention import LARGEST_HEAD_SIZE, FlashPrefill
+from kernels.gpu_attention import GpuAttention, Prefill
 
 
 def paged_attention_reference(
@@ -58,6 +59,7 @@ def _paged_attention_kernel(
     key_cache_ptr,
     value_cache_ptr,
     out_ptr,
+    lse_ptr,  # (tokens, heads) float32, natural; written only where not IS_CAUSAL
     block_tables_ptr,
     query_starts_ptr,
     sequence_lengths_ptr,
@@ -82,12 +84,14 @@ def _paged_attention_kernel(
     TILE_M: tl.constexpr,  # >= TILE_QUERIES * GROUP: queries times their heads
     TILE_KEYS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
 ):
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
 
     # Row r owns tiles [query_starts[r] // TILE_QUERIES + r, the same for r + 1): always enough for its queries, and
-    # the grid needs no host look at lengths (as vLLM's unified kernel numbers them). The last r that begins by here:
+    # the grid needs no host look at lengths (as vLLM's unified kernel numbers them). Tiles before the first row's are
+    # nobody's. The last r that begins by here:
     low = 0
     high = num_rows
     for _ in tl.static_range(SEARCH_STEPS):
@@ -100,7 +104,7 @@ def _paged_attention_kernel(
     query_start = tl.load(query_starts_ptr + row)
     num_queries = tl.load(query_starts_ptr + row + 1) - query_start
     first_query = (tile - query_start // TILE_QUERIES - row) * TILE_QUERIES
-    if first_query < num_queries:
+    if (first_query >= 0) & (first_query < num_queries):
         length = tl.load(sequence_lengths_ptr + row)
         m = tl.arange(0, TILE_M)
         query_id = first_query + m // GROUP
@@ -117,7 +121,9 @@ def _paged_attention_kernel(
             mask=in_tile[:, None] & in_head[None, :],
             other=0.0,
         )
-        last_position = length - num_queries + tl.minimum(first_query + TILE_QUERIES, num_queries) - 1
+        last_position = length - 1
+        if IS_CAUSAL:
+            last_position = length - num_queries + tl.minimum(first_query + TILE_QUERIES, num_queries) - 1
         first_key = 0
         if sliding_window > 0:
             first_key = tl.maximum(length - num_queries + first_query - sliding_window + 1, 0)
@@ -140,7 +146,9 @@ def _paged_attention_kernel(
                 other=0.0,
             )
             scores = tl.dot(queries, keys, input_precision="ieee") * scale_log2
-            seen = exists[None, :] & (key_id[None, :] <= position[:, None])
+            seen = exists[None, :] & (key_id[None, :] >= 0)
+            if IS_CAUSAL:
+                seen = seen & (key_id[None, :] <= position[:, None])
             if sliding_window > 0:
                 seen = seen & (key_id[None, :] > position[:, None] - sliding_window)
             scores = tl.where(seen, scores, float("-inf"))
@@ -170,6 +178,9 @@ def _paged_attention_kernel(
             out.to(out_ptr.dtype.element_ty),
             mask=in_tile[:, None] & in_head[None, :],
         )
+        if not IS_CAUSAL:
+            lse = (maximum + tl.log2(total)) * 0.6931471805599453
+            tl.store(lse_ptr + token * NUM_HEADS + head, lse, mask=in_tile)
 
 
 def paged_attention_triton(
@@ -183,8 +194,15 @@ def paged_attention_triton(
     max_sequence_length: int,
     scale: float,
     sliding_window: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One program per tile of a row's queries and key head; each walks the row's keys (no split over keys yet)."""
+    """One program per tile of a row's queries and key head, which walks the row's keys. Shapes as in
+    `Attention.__call__`, but tokens before query_starts[0] belong to no row, and their places in `out` are not written.
+
+    `lse` (num_tokens, num_heads) float32: where given, it receives the natural log-sum-exp of the scores, and every
+    query sees all keys of its row.
+    """
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     num_rows = sequence_lengths.shape[0]
@@ -202,7 +220,10 @@ def paged_attention_triton(
         assert tensor.stride(-1) == 1, f"{name}'s last dimension has stride {tensor.stride(-1)}"
     assert block_tables.stride(1) == query_starts.stride(0) == sequence_lengths.stride(0) == 1
 
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    assert out.is_contiguous(), "out must be contiguous"
+    assert lse is None or (lse.is_contiguous() and sliding_window is None), "a window and all keys at once"
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
@@ -215,13 +236,14 @@ def paged_attention_triton(
     tile_keys = 32 if query.dtype == torch.float32 or dims > 128 else 64
     grid = (num_tokens // tile_queries + num_rows, num_kv_heads)
     _paged_attention_kernel[grid](
-        query, key_cache, value_cache, out, block_tables, query_starts, sequence_lengths,
+        query, key_cache, value_cache, out, out if lse is None else lse, block_tables, query_starts, sequence_lengths,
         num_rows, scale * 1.4426950408889634, sliding_window or 0,
         query.stride(0), query.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2), block_tables.stride(0),
         NUM_HEADS=num_heads, GROUP=group, HEAD_SIZE=head_size, DIMS=dims, BLOCK_SIZE=block_size,
         TILE_QUERIES=tile_queries, TILE_M=tile_m, TILE_KEYS=tile_keys, SEARCH_STEPS=num_rows.bit_length(),
+        IS_CAUSAL=lse is None,
     )  # fmt: skip
     return out
 
@@ -244,44 +266,52 @@ def paged_attention_cpu(
     return attention(query, key_cache, value_cache, plan, scale, sliding_window)
 
 
-class TritonAttention:
-    """The `Attention` of a CUDA device: the plan is the step's tensors as they are."""
+class TritonPrefill:
+    """As kernels.gpu_attention.Prefill, on any GPU and in any precision."""
 
-    def prepare(
-        self,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        sequence_lengths: torch.Tensor,
-        max_query_length: int,
-        max_sequence_length: int,
-        num_decode_rows: int = 0,
-        shared: SharedPrefixes | None = None,
-    ) -> AttentionPlan:
-        return AttentionPlan(block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length)
-
-    def __call__(
+    def attend(
         self,
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        plan: AttentionPlan,
+        rows: AttentionPlan,
+        out: torch.Tensor,
         scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        return paged_attention_triton(
-            query, key_cache, value_cache, plan.block_tables, plan.query_starts, plan.sequence_lengths,
-            plan.max_query_length, plan.max_sequence_length, scale, sliding_window,
+        sliding_window: int | None,
+    ) -> None:
+        paged_attention_triton(
+            query, key_cache, value_cache, rows.block_tables, rows.query_starts, rows.sequence_lengths,
+            rows.max_query_length, rows.max_sequence_length, scale, sliding_window, out,
         )  # fmt: skip
 
+    def attend_to_all(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        rows: AttentionPlan,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        out = paged_attention_triton(
+            query, key_cache, value_cache, rows.block_tables, rows.query_starts, rows.sequence_lengths,
+            rows.max_query_length, rows.max_sequence_length, scale, lse=lse,
+        )  # fmt: skip
+        return out, lse
 
-def select_attention(device: torch.device, dtype: torch.dtype) -> Attention:
-    """The implementation for a device and a type of keys and values, chosen once and called by every layer.
 
-    flash-attn 4 on Hopper and later, in 16 bits, where it is installed; on every other GPU the kernel above.
+def select_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> Attention:
+    """The implementation for a device, a type of keys and values and a head size, chosen once, called by every layer.
+
+    Prefill rows go to flash-attn 4 on Hopper and later, in 16 bits, where it is installed; on every other GPU to the
+    kernel above.
     """
     if device.type == "cpu":
         return CpuAttention()
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
-    if in_16_bits and torch.cuda.get_device_capability(device) >= (9, 0) and find_spec("flash_attn") is not None:
-        return FlashAttention()
-    return TritonAttention()
+    fits = in_16_bits and head_size % 8 == 0 and head_size <= LARGEST_HEAD_SIZE
+    is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    prefill: Prefill = TritonPrefill()
+    if fits and is_hopper and find_spec("flash_attn") is not None:
+        prefill = FlashPrefill()
+    return GpuAttention(prefill, torch.cuda.get_device_properties(device).multi_processor_count)

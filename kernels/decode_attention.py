@@ -245,9 +245,11 @@ def decode_attention(
     lengths: torch.Tensor,
     scale: float,
     launch: DecodeLaunch,
+    out: torch.Tensor,
     sliding_window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """query (num_rows, num_heads, head_size) -> (the same shape and dtype, lse (num_rows, num_heads) float32 natural).
+) -> torch.Tensor:
+    """query (num_rows, num_heads, head_size) -> `out`, the same shape and dtype; returns the log-sum-exp of the scores,
+    (num_rows, num_heads) float32, natural.
 
     Caches are (num_blocks, block_size, num_kv_heads, head_size), views allowed; row r's query sees the lengths[r] keys
     (with a window, the last of them) in the pages that block_tables[r] (num_rows, max_blocks) int32 names. A row of
@@ -260,6 +262,9 @@ def decode_attention(
     assert key_cache.shape == value_cache.shape, f"caches {tuple(key_cache.shape)}, {tuple(value_cache.shape)}"
     assert key_cache.shape[3] == head_size, f"query's head size {head_size}, the cache's {key_cache.shape[3]}"
     assert query.dtype == key_cache.dtype == value_cache.dtype, f"{query.dtype} over {key_cache.dtype}"
+    assert out.shape == query.shape, f"query {tuple(query.shape)}, out {tuple(out.shape)}"
+    assert out.dtype == query.dtype, f"query {query.dtype}, out {out.dtype}"
+    assert out.is_contiguous(), "out must be contiguous"
     assert lengths.shape == (num_rows,), f"{num_rows} rows, lengths {tuple(lengths.shape)}"
     assert block_tables.shape[0] == num_rows, f"{num_rows} rows, {block_tables.shape[0]} block tables"
     assert sliding_window is None or sliding_window > 0, f"a window of {sliding_window} hides every key"
@@ -267,10 +272,9 @@ def decode_attention(
         assert tensor.stride(-1) == 1, f"{name}'s last dimension has stride {tensor.stride(-1)}"
     assert block_tables.stride(1) == lengths.stride(0) == 1, "tables and lengths must be contiguous"
 
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=query.device)
     if num_rows == 0:
-        return out, lse
+        return lse
     num_splits = launch.num_splits
     parts, part_lse = out, lse  # never written by a launch without splits
     if num_splits > 1:
@@ -296,4 +300,4 @@ def decode_attention(
             SPLITS=triton.next_power_of_2(num_splits),
             num_warps=1,
         )  # fmt: skip
-    return out, lse
+    return lse

@@ -92,7 +92,7 @@ def write_kv(
 ) -> None:
     """Write key and value (num_tokens, num_kv_heads, head_size) into caches (num_blocks, block_size, *the same).
 
-    slot_mapping (num_tokens,) int64 names each token's place; a token with slot -1 is padding and not written.
+    slot_mapping (num_tokens,) int32 or int64 names each token's place; a token with slot -1 is padding and not written.
     No two tokens share a slot. The caches may be strided views; nothing but the slots named is touched.
     """
     if key_cache.is_cuda:
@@ -102,6 +102,7 @@ def write_kv(
     written = slot_mapping >= 0
     if not bool(written.all()):  # on a CPU only: a captured graph has padding, the CPU's runner rarely
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    slot_mapping = slot_mapping.long()
     for source, cache in ((key, key_cache), (value, value_cache)):
         if cache.is_contiguous():
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, source)

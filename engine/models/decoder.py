@@ -18,7 +18,6 @@ from engine.models.precision import Gated, PartialProduct, PlainPrecision, Preci
 from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan
-from kernels.flash_attention import FlashAttention
 from kernels.fp8 import ProductScales
 from kernels.kv_cache import write_kv
 from kernels.norm import add_rms_norm, rms_norm
@@ -82,17 +81,7 @@ class Decoder:
         self._head = LanguageModelHead(head, num_tokens, self.group)
         assert not pending, f"parameters without a use: {sorted(pending)}"
         self.dtype = embedding.dtype
-        self._attention = select_attention(device, self.dtype)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether attention can make use of `ForwardBatch.shared`."""
-        return isinstance(self._attention, FlashAttention)
-
-    @property
-    def mixes_places(self) -> bool:
-        """Whether decode rows of length 0 may share their places with prompt tokens (see engine.mixed_graph)."""
-        return isinstance(self._attention, FlashAttention)
+        self._attention = select_attention(device, self.dtype, config.head_size)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """(num_sampling_rows, hidden_size): the hidden states at `batch.logits_indices`; the cache gets every token's

@@ -25,7 +25,9 @@ SHAPES = (
     (1024, 180), (1024, 384), (768, 512), (512, 512), (384, 1024), (256, 2000), (192, 2048), (128, 2048), (100, 4600),
     (64, 4096), (32, 4096), (8, 8192), (1, 8192), (100, 100), (8, 100),
 )  # fmt: skip
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+Attend = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
 
 
 def caches_of(num_rows: int, length: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,9 +73,13 @@ def milliseconds(
 
 
 def ours(launch: DecodeLaunch) -> Attend:
-    return lambda query, keys, values, table, lengths: decode_attention(
-        query, keys, values, table, lengths, SCALE, launch
-    )
+    def attend(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(query)
+        return out, decode_attention(query, keys, values, table, lengths, SCALE, launch, out)
+
+    return attend
 
 
 def flash() -> Attend:
@@ -94,7 +100,7 @@ def check(launch: DecodeLaunch) -> None:
     for peak in (1.0, 6.0):
         for each in (launch, replace(launch, num_splits=5)):
             keys, values = layers[0]
-            out, lse = decode_attention(query * peak, keys, values, table, lengths, SCALE, each)
+            out, lse = ours(each)(query * peak, keys, values, table, lengths)
             true_out, true_lse = decode_attention_reference(query * peak, keys, values, table, lengths, SCALE)
             error = float((out.float() - true_out.float()).norm() / true_out.float().norm())
             assert error < 5e-3, f"{each}: relative error {error}"

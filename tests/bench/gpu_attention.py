@@ -1,4 +1,4 @@
-"""The Triton attention kernel on a CUDA device: decode in bytes a second, prefill in operations a second.
+"""The Triton attention kernels on a CUDA device: decode in bytes a second, prefill in operations a second.
 
     python -m tests.bench.gpu_attention
 
@@ -10,12 +10,13 @@ import time
 
 import torch
 
-from kernels.attention import TritonAttention
+from kernels.attention import TritonPrefill
+from kernels.gpu_attention import GpuAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 28, 4, 128, 16
 
 
-def seconds(attention: TritonAttention, rows: list[tuple[int, int]], rounds: int = 20) -> float:
+def seconds(attention: GpuAttention, rows: list[tuple[int, int]], rounds: int = 20) -> float:
     device = torch.device("cuda")
     max_blocks = -(-max(length for _, length in rows) // BLOCK_SIZE)
     num_blocks = len(rows) * max_blocks
@@ -26,7 +27,8 @@ def seconds(attention: TritonAttention, rows: list[tuple[int, int]], rounds: int
     lengths = torch.tensor([length for _, length in rows], dtype=torch.int32, device=device)
     query = torch.randn(int(query_starts[-1]), NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
     maxima = max(num_queries for num_queries, _ in rows), max(length for _, length in rows)
-    plan = attention.prepare(block_tables, query_starts, lengths, *maxima)
+    num_decode_rows = len(rows) if maxima[0] == 1 else 0
+    plan = attention.prepare(block_tables, query_starts, lengths, *maxima, num_decode_rows)
     for _ in range(3):
         attention(query, pool[0], pool[1], plan, HEAD_SIZE**-0.5)
     torch.cuda.synchronize()
@@ -38,7 +40,8 @@ def seconds(attention: TritonAttention, rows: list[tuple[int, int]], rounds: int
 
 
 def main() -> None:
-    attention = TritonAttention()
+    properties = torch.cuda.get_device_properties(0)
+    attention = GpuAttention(TritonPrefill(), properties.multi_processor_count)
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)

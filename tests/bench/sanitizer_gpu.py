@@ -42,9 +42,10 @@ def decode(dtype: torch.dtype) -> None:
         for num_rows in (1, 200, 2000):  # as many rows decide how keys are split
             launch = plan_decode(num_rows, num_heads, num_kv_heads, 132)
             for window in (None, 13):
-                out, lse = decode_attention(
+                out = torch.empty(step.query.shape, dtype=dtype, device=DEVICE)
+                lse = decode_attention(
                     step.query, step.key_cache, step.value_cache, step.block_tables, step.sequence_lengths,
-                    step.scale, launch, window,
+                    step.scale, launch, out, window,
                 )  # fmt: skip
         merge_attention_(out.clone(), lse, out, lse, torch.tensor([3], dtype=torch.int32, device=DEVICE))
 
@@ -108,9 +109,9 @@ PARTS: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), choices=[*PARTS, "broken"])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"all, or of: {', '.join([*PARTS, 'broken'])}")
     began = time.perf_counter()
-    for name in parser.parse_args().parts:
+    for name in parser.parse_args().parts or PARTS:
         {**PARTS, "broken": broken}[name]()
         torch.cuda.synchronize()
         print(f"done: {name}, {time.perf_counter() - began:.0f} s", flush=True)

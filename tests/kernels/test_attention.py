@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention import TritonAttention, select_attention
+from kernels.attention import select_attention
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import MAX_SCORES, MIN_TOKENS_SAVED, Batches, group_by_prefix
+from kernels.gpu_attention import GpuAttention
 from tests.kernels.paged import DEVICE, TOLERANCE, Step, largest_difference, make_step
 
 MIXED = [(1, 1), (1, 17), (3, 3), (0, 0), (5, 20), (1, 16), (4, 33), (1, 40)]
@@ -249,10 +250,9 @@ def test_the_plan_is_made_once_for_all_layers() -> None:
 
 
 def test_the_device_chooses_the_implementation() -> None:
-    assert isinstance(select_attention(torch.device("cpu"), torch.float32), CpuAttention)
-    assert isinstance(select_attention(torch.device("cuda"), torch.float32), TritonAttention)
     step = make_step(MIXED)
-    attention = select_attention(DEVICE, torch.float32)
+    attention = select_attention(DEVICE, torch.float32, 16)
+    assert isinstance(attention, GpuAttention if DEVICE.type == "cuda" else CpuAttention)
     plan = attention.prepare(step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima())
     out = attention(step.query, step.key_cache, step.value_cache, plan, step.scale)
     assert largest_difference(out, step.reference()) < TOLERANCE[torch.float32]

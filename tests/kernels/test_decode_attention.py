@@ -30,7 +30,8 @@ def step_of(
 
 
 def attend(step: Step, launch: DecodeLaunch, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_attention(
+    out = torch.full(step.query.shape, float("nan"), dtype=step.query.dtype, device=DEVICE)
+    lse = decode_attention(
         step.query,
         step.key_cache,
         step.value_cache,
@@ -38,8 +39,10 @@ def attend(step: Step, launch: DecodeLaunch, window: int | None = None) -> tuple
         step.sequence_lengths,
         step.scale,
         launch,
+        out,
         window,
     )
+    return out, lse
 
 
 def truth(step: Step, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
