@@ -314,4 +314,4 @@ def select_attention(device: torch.device, dtype: torch.dtype, head_size: int) -
     prefill: Prefill = TritonPrefill()
     if fits and is_hopper and find_spec("flash_attn") is not None:
         prefill = FlashPrefill()
-    return GpuAttention(prefill, torch.cuda.get_device_properties(device).multi_processor_count)
+    return GpuAttention(prefill, torch.cuda.get_device_properties(device).multi_processor_count, device)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+MAX_MERGED_SPLITS = 8  # by the last of a row's programs, one after the other; more are merged by a kernel of their own
 
 
 def decode_attention_reference(
@@ -108,6 +109,7 @@ def _decode_attention_kernel(
     lse_ptr,
     part_ptr,  # (rows, heads, splits, head size) float32: each split's own attention
     part_lse_ptr,  # (rows, heads, splits) float32, natural
+    arrivals_ptr,  # (rows, programs of a split) int32, 0 between launches: parts that are written
     block_tables_ptr,
     lengths_ptr,
     scale_log2,  # scale / ln 2: exp2 is the hardware's
@@ -131,6 +133,7 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr,  # >= HEADS * GROUP
     TILE_KEYS: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
     first_head = tl.program_id(0) * HEADS  # heads are neighbours in time, as in memory
     row = tl.program_id(1).to(tl.int64)  # int64: row and block times their strides pass 2^31 elements
@@ -201,6 +204,34 @@ def _decode_attention_kernel(
             part = row_head * num_splits + split
             tl.store(part_ptr + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=mask)
             tl.store(part_lse_ptr + part, lse, mask=is_query)
+            if MERGES:
+                # Whoever is last sees all that the others wrote: each writes, then says so (stream-K's fix-up).
+                tl.debug_barrier()
+                arrivals = arrivals_ptr + row * tl.num_programs(0) + tl.program_id(0)
+                if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                    tl.store(arrivals, 0)
+                    whole_maximum = tl.full([TILE_M], float("-inf"), tl.float32)
+                    whole_total = tl.zeros([TILE_M], tl.float32)
+                    merged = tl.zeros([TILE_M, DIMS], tl.float32)
+                    for i in range(num_parts):
+                        part = row_head * num_splits + i
+                        part_lse = tl.load(part_lse_ptr + part, mask=is_query, other=0.0, cache_modifier=".cg")
+                        written = tl.load(
+                            part_ptr + part[:, None] * HEAD_SIZE + dims[None, :], mask=mask, other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        larger = tl.maximum(whole_maximum, part_lse)
+                        kept, added = tl.exp(whole_maximum - larger), tl.exp(part_lse - larger)
+                        whole_total = whole_total * kept + added
+                        merged = merged * kept[:, None] + written * added[:, None]
+                        whole_maximum = larger
+                    merged = merged / whole_total[:, None]
+                    tl.store(
+                        out_ptr + row_head[:, None] * HEAD_SIZE + dims[None, :],
+                        merged.to(out_ptr.dtype.element_ty),
+                        mask=mask,
+                    )
+                    tl.store(lse_ptr + row_head, whole_maximum + tl.log(whole_total), mask=is_query)
     elif (split == 0) & (length == 0):
         row_head = row * NUM_HEADS + head
         nothing = tl.zeros([TILE_M, DIMS], out_ptr.dtype.element_ty)
@@ -246,6 +277,7 @@ def decode_attention(
     scale: float,
     launch: DecodeLaunch,
     out: torch.Tensor,
+    arrivals: torch.Tensor,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """query (num_rows, num_heads, head_size) -> `out`, the same shape and dtype; returns the log-sum-exp of the scores,
@@ -253,7 +285,9 @@ def decode_attention(
 
     Caches are (num_blocks, block_size, num_kv_heads, head_size), views allowed; row r's query sees the lengths[r] keys
     (with a window, the last of them) in the pages that block_tables[r] (num_rows, max_blocks) int32 names. A row of
-    length 0 gives zeros and -inf. No host look at lengths, which must fit into the tables.
+    length 0 gives zeros and -inf. No host look at lengths, which must fit into the tables. `arrivals`: int32 zeros, and
+    zeros again afterwards, one for each row and key head; where there are fewer, a second kernel merges. Launches that
+    may overlap must not share them.
     """
     num_rows, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -270,6 +304,7 @@ def decode_attention(
     assert sliding_window is None or sliding_window > 0, f"a window of {sliding_window} hides every key"
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         assert tensor.stride(-1) == 1, f"{name}'s last dimension has stride {tensor.stride(-1)}"
+    assert arrivals.dtype == torch.int32, f"arrivals are {arrivals.dtype}"
     assert block_tables.stride(1) == lengths.stride(0) == 1, "tables and lengths must be contiguous"
 
     lse = torch.empty(num_rows, num_heads, dtype=torch.float32, device=query.device)
@@ -282,17 +317,19 @@ def decode_attention(
         part_lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=query.device)
     group = num_heads // num_kv_heads
     heads = launch.heads_per_program
+    merges = 1 < num_splits <= MAX_MERGED_SPLITS and num_rows * (num_kv_heads // heads) <= arrivals.numel()
     dims = max(16, triton.next_power_of_2(head_size))
     _decode_attention_kernel[(num_kv_heads // heads, num_rows, num_splits)](
-        query, key_cache, value_cache, out, lse, parts, part_lse, block_tables, lengths,
+        query, key_cache, value_cache, out, lse, parts, part_lse, arrivals, block_tables, lengths,
         scale * LOG2_E, sliding_window or 0, num_splits, launch.min_split_tiles, query.stride(0), query.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2), block_tables.stride(0),
         NUM_HEADS=num_heads, GROUP=group, HEADS=heads, HEAD_SIZE=head_size, DIMS=dims, BLOCK_SIZE=block_size,
         TILE_M=max(16, triton.next_power_of_2(heads * group)), TILE_KEYS=launch.tile_keys,
+        MERGES=merges,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
-    if num_splits > 1:
+    if num_splits > 1 and not merges:
         # Many rows mean few programs a row: most rows have one part, and nothing to merge.
         _merge_splits_kernel[(num_heads if num_rows <= 64 else num_kv_heads, num_rows)](
             out, lse, parts, part_lse, lengths, sliding_window or 0, num_splits, launch.min_split_tiles,

@@ -15,6 +15,8 @@ from kernels.attention_merge import merge_attention_
 from kernels.attention_plan import AttentionPlan, SharedPrefixes
 from kernels.decode_attention import decode_attention, plan_decode
 
+NUM_ARRIVALS = 2**18  # 8,192 rows of 32 key heads
+
 
 class Prefill(Protocol):
     """Attention of rows with any number of queries over their keys in pages; tensors as in `Attention.__call__`."""
@@ -56,9 +58,10 @@ class GpuPlan(AttentionPlan):
 class GpuAttention:
     """The `Attention` of GPUs."""
 
-    def __init__(self, prefill: Prefill, num_multiprocessors: int) -> None:
+    def __init__(self, prefill: Prefill, num_multiprocessors: int, device: torch.device) -> None:
         self._prefill = prefill
         self._num_multiprocessors = num_multiprocessors
+        self._arrivals = torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=device)  # decode attention's
 
     def prepare(
         self,
@@ -119,7 +122,7 @@ class GpuAttention:
             plan.block_tables[:num_rows] if shared is None else shared.private_block_tables,
             plan.sequence_lengths[:num_rows] if shared is None else shared.private_lengths,
             scale, plan_decode(num_rows, query.shape[1], key_cache.shape[2], self._num_multiprocessors), out,
-            sliding_window,
+            self._arrivals, sliding_window,
         )  # fmt: skip
         if shared is None:
             return

@@ -73,11 +73,13 @@ def milliseconds(
 
 
 def ours(launch: DecodeLaunch) -> Attend:
+    arrivals = torch.zeros(2**18, dtype=torch.int32, device="cuda")
+
     def attend(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty_like(query)
-        return out, decode_attention(query, keys, values, table, lengths, SCALE, launch, out)
+        return out, decode_attention(query, keys, values, table, lengths, SCALE, launch, out, arrivals)
 
     return attend
 

@@ -521,6 +521,18 @@ def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: boo
 PROFILED_AFTER = {"seed_mix": 150, "classify_long": 5}  # steps; elsewhere 40
 
 
+PROFILED_STEPS = 25
+
+
+def wall_of_steps(engine: Engine) -> float:
+    """Seconds of so many steps, whole."""
+    began = time.perf_counter()
+    for _ in range(PROFILED_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
 def profile(names: Sequence[str], build: Build) -> None:
     """Time by kernel over a part of a workload, and how long the GPU was idle."""
     from torch.profiler import ProfilerActivity
@@ -536,12 +548,10 @@ def profile(names: Sequence[str], build: Build) -> None:
         for _ in range(PROFILED_AFTER.get(name, 40)):
             next(under_way)
         torch.cuda.synchronize()
+        wall_before = wall_of_steps(engine)
         with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
-            began = time.perf_counter()
-            for _ in range(25):
-                next(under_way)
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - began
+            wall = wall_of_steps(engine)
+        wall_after = wall_of_steps(engine)
         events = [e for e in result.events() if e.device_type.name == "CUDA"]
         spans = sorted((e.time_range.start, e.time_range.end) for e in events)
         busy, last = 0.0, 0.0
@@ -555,7 +565,9 @@ def profile(names: Sequence[str], build: Build) -> None:
             seconds, count = by_name.get(e.name, (0.0, 0))
             by_name[e.name] = (seconds + e.time_range.end - e.time_range.start, count + 1)
         print(
-            f"PROFILE {name} {build.precision}: 25 steps in {wall * 1e3:.1f} ms; GPU busy {busy / span:.1%} of its span"
+            f"PROFILE {name} {build.precision}: {PROFILED_STEPS} steps in {wall * 1e3:.1f} ms; busy {busy / 1e3:.1f} ms,"
+            f" {busy / span:.1%} of the span; without the profiler, as many steps before {wall_before * 1e3:.1f} ms, after"
+            f" {wall_after * 1e3:.1f} ms: busy {2 * busy / 1e6 / (wall_before + wall_after):.1%} of their mean"
         )
         for kernel, (seconds, count) in sorted(by_name.items(), key=lambda entry: -entry[1][0])[:18]:
             print(f"  {seconds / 1e3:9.2f} ms {seconds / busy:6.1%} {count:6d} x  {kernel[:110]}")

@@ -41,7 +41,7 @@ def seconds(attention: GpuAttention, rows: list[tuple[int, int]], rounds: int = 
 
 def main() -> None:
     properties = torch.cuda.get_device_properties(0)
-    attention = GpuAttention(TritonPrefill(), properties.multi_processor_count)
+    attention = GpuAttention(TritonPrefill(), properties.multi_processor_count, torch.device("cuda", 0))
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)

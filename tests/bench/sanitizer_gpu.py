@@ -37,6 +37,7 @@ def attention(dtype: torch.dtype) -> None:
 
 
 def decode(dtype: torch.dtype) -> None:
+    arrivals = torch.zeros(1000, dtype=torch.int32, device=DEVICE)
     for num_heads, num_kv_heads, head_size in SHAPES:
         step = make_step([(1, n) for n in (1, 15, 16, 17, 0, 900)], num_heads, num_kv_heads, head_size, dtype=dtype)
         for num_rows in (1, 200, 2000):  # as many rows decide how keys are split
@@ -45,7 +46,7 @@ def decode(dtype: torch.dtype) -> None:
                 out = torch.empty(step.query.shape, dtype=dtype, device=DEVICE)
                 lse = decode_attention(
                     step.query, step.key_cache, step.value_cache, step.block_tables, step.sequence_lengths,
-                    step.scale, launch, out, window,
+                    step.scale, launch, out, arrivals, window,
                 )  # fmt: skip
         merge_attention_(out.clone(), lse, out, lse, torch.tensor([3], dtype=torch.int32, device=DEVICE))
 

@@ -62,7 +62,7 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder
     """One model twice: with a GPU's attention, and with the CPU's."""
     files = open_model(write_tiny_model(Path(tmp_path_factory.mktemp("tiny"))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.models.decoder.select_attention", lambda *_: GpuAttention(TritonPrefill(), 4))
+        patch.setattr("engine.models.decoder.select_attention", lambda *_: GpuAttention(TritonPrefill(), 4, CPU))
         of_gpu = load_decoder(files, torch.float32, CPU, num_positions=64)
     return of_gpu, load_decoder(files, torch.float32, CPU, num_positions=64)
 

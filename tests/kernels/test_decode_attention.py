@@ -29,8 +29,11 @@ def step_of(
     return replace(step, sequence_lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
 
 
-def attend(step: Step, launch: DecodeLaunch, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    step: Step, launch: DecodeLaunch, window: int | None = None, num_arrivals: int = 10_000
+) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full(step.query.shape, float("nan"), dtype=step.query.dtype, device=DEVICE)
+    arrivals = torch.zeros(num_arrivals, dtype=torch.int32, device=DEVICE)
     lse = decode_attention(
         step.query,
         step.key_cache,
@@ -40,8 +43,10 @@ def attend(step: Step, launch: DecodeLaunch, window: int | None = None) -> tuple
         step.scale,
         launch,
         out,
+        arrivals,
         window,
     )
+    assert not arrivals.any(), "the next launch would count on"
     return out, lse
 
 
@@ -113,6 +118,12 @@ def test_the_planned_launch(num_heads: int, num_kv_heads: int, num_multiprocesso
 @pytest.mark.parametrize("min_split_tiles", [1, 3])
 def test_splits(num_splits: int, min_split_tiles: int) -> None:
     assert_equals_the_truth(step_of(LENGTHS), replace(SPLIT, num_splits=num_splits, min_split_tiles=min_split_tiles))
+
+
+def test_parts_are_merged_alike_by_the_last_program_and_by_a_kernel_of_their_own() -> None:
+    step = step_of(LENGTHS)
+    for first, second in zip(attend(step, SPLIT), attend(step, SPLIT, num_arrivals=0), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
