@@ -124,6 +124,7 @@ def _paged_attention_kernel(
         last_position = length - 1
         if IS_CAUSAL:
             last_position = length - num_queries + tl.minimum(first_query + TILE_QUERIES, num_queries) - 1
+        last_seen = position if IS_CAUSAL else position * 0 + last_position
         first_key = 0
         if sliding_window > 0:
             first_key = tl.maximum(length - num_queries + first_query - sliding_window + 1, 0)
@@ -146,9 +147,7 @@ def _paged_attention_kernel(
                 other=0.0,
             )
             scores = tl.dot(queries, keys, input_precision="ieee") * scale_log2
-            seen = exists[None, :] & (key_id[None, :] >= 0)
-            if IS_CAUSAL:
-                seen = seen & (key_id[None, :] <= position[:, None])
+            seen = exists[None, :] & (key_id[None, :] <= last_seen[:, None])
             if sliding_window > 0:
                 seen = seen & (key_id[None, :] > position[:, None] - sliding_window)
             scores = tl.where(seen, scores, float("-inf"))

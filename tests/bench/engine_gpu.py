@@ -521,13 +521,13 @@ def time_workloads(names: Sequence[str], build: Build, runs: int, log_steps: boo
 PROFILED_AFTER = {"seed_mix": 150, "classify_long": 5}  # steps; elsewhere 40
 
 
-PROFILED_STEPS = 25
+NUM_STEPS = 25
 
 
 def wall_of_steps(engine: Engine) -> float:
     """Seconds of so many steps, whole."""
     began = time.perf_counter()
-    for _ in range(PROFILED_STEPS):
+    for _ in range(NUM_STEPS):
         engine.step()
     torch.cuda.synchronize()
     return time.perf_counter() - began
@@ -565,9 +565,9 @@ def profile(names: Sequence[str], build: Build) -> None:
             seconds, count = by_name.get(e.name, (0.0, 0))
             by_name[e.name] = (seconds + e.time_range.end - e.time_range.start, count + 1)
         print(
-            f"PROFILE {name} {build.precision}: {PROFILED_STEPS} steps in {wall * 1e3:.1f} ms; busy {busy / 1e3:.1f} ms,"
-            f" {busy / span:.1%} of the span; without the profiler, as many steps before {wall_before * 1e3:.1f} ms, after"
-            f" {wall_after * 1e3:.1f} ms: busy {2 * busy / 1e6 / (wall_before + wall_after):.1%} of their mean"
+            f"PROFILE {name} {build.precision}: {NUM_STEPS} steps in {wall * 1e3:.1f} ms; busy {busy / 1e3:.1f} ms,"
+            f" {busy / span:.1%} of them; without a profiler as many before {wall_before * 1e3:.1f} ms and"
+            f" after {wall_after * 1e3:.1f} ms: busy {2 * busy / 1e6 / (wall_before + wall_after):.1%} of their mean"
         )
         for kernel, (seconds, count) in sorted(by_name.items(), key=lambda entry: -entry[1][0])[:18]:
             print(f"  {seconds / 1e3:9.2f} ms {seconds / busy:6.1%} {count:6d} x  {kernel[:110]}")

@@ -1,6 +1,7 @@
-"""Every kernel once on odd shapes, and a small engine for some steps, for compute-sanitizer to watch.
+r"""Every kernel once on odd shapes, and a small engine for some steps, for compute-sanitizer to watch.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.bench.sanitizer_gpu [PART ...]
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --report-api-errors no \
+        python -m tests.bench.sanitizer_gpu [PART ...]
 
 Without torch's cache every tensor is an allocation of its own, so that an access past its end is seen. Each part says
 that it is done, for a run that is cut. `broken` reads past a tensor's end: the tool must report it.
