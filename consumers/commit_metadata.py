@@ -1,9 +1,12 @@
 """What a commit says beside its offset, as text: what is complete beyond it, how far work went, how often it died.
 
     "pagemill:1:" + base64(topic id 16 | base 8 | started 8 | suspect until 8 | crashes 2 | flags 1 | crc32 4 | bitmap)
+    "pagemill:2:" + base64(the same until flags | lost 8 + 4 | losses alone 1 | isolated 8 + 4 | crc32 4 | bitmap)
 
-The checksum covers everything else. Bit i of the bitmap, lowest first, is offset base + i; it is compressed where that
-makes it shorter. A broker takes 4,096 UTF-16 units (offset.metadata.max.bytes) and refuses the whole commit for more.
+The second form is written only while there is something lost or isolated, so that workers that know the first alone
+understand all but that. The checksum covers everything else. Bit i of the bitmap, lowest first, is offset base + i; it
+is compressed where that makes it shorter. A broker takes 4,096 UTF-16 units (offset.metadata.max.bytes) and refuses the
+whole commit for more.
 """
 
 import base64
@@ -18,9 +21,11 @@ from uuid import UUID
 MAX_UNITS = 4096  # of UTF-16, as the broker counts; ours are ASCII, one each
 MAX_OFFSETS = 24_000  # their bitmap fits into MAX_UNITS however little it can be compressed
 MAX_CRASHES = 2**16 - 1
+MAX_LOSSES = 2**8 - 1
 
-_PREFIX = "pagemill:1:"
+_PREFIX, _PREFIX_OF_SEARCH = "pagemill:1:", "pagemill:2:"
 _HEADER = struct.Struct(">16sqqqHB")
+_SEARCH = struct.Struct(">qIBqI")
 _CHECKSUM = struct.Struct(">I")
 _CLEAN, _COMPRESSED = 1, 2
 
@@ -66,6 +71,8 @@ class Progress:
 
     [base, started)         redelivered after a crash; `completed` says which of them need not be computed again
     [base, suspect_until)   was in work when a worker died, and is not yet all complete; base or less: none is suspect
+    `lost`                  of those, what the last worker that died over them had in its engine alone
+    `isolated`              what of this partition is in the engine now, with nothing else; empty: anything may be
     """
 
     base: int
@@ -74,6 +81,9 @@ class Progress:
     crash_count: int  # workers that died in a row over the suspects
     is_clean: bool  # handed over or ended in order; False: whoever finds it so knows that its writer died
     completed: OffsetBitmap
+    lost: range = range(0)
+    losses_alone: int = 0  # workers that died with `lost` alone in the engine, where that is a single offset
+    isolated: range = range(0)
 
 
 def encode(progress: Progress, topic_id: UUID, max_units: int = MAX_UNITS) -> str:
@@ -103,18 +113,29 @@ def _encode(progress: Progress, topic_id: UUID, bits: bytes) -> str:
         min(progress.crash_count, MAX_CRASHES),
         flags,
     )
+    prefix, lost, isolated = _PREFIX, progress.lost, progress.isolated
+    if lost or isolated:
+        prefix = _PREFIX_OF_SEARCH
+        losses_alone = min(progress.losses_alone, MAX_LOSSES)
+        header += _SEARCH.pack(lost.start, _length(lost), losses_alone, isolated.start, _length(isolated))
     checksum = _CHECKSUM.pack(zlib.crc32(header + packed))
-    return _PREFIX + base64.b64encode(header + checksum + packed).decode()
+    return prefix + base64.b64encode(header + checksum + packed).decode()
 
 
 def decode(text: str | None) -> tuple[UUID, Progress] | None:
     """The topic's id and the progress; None for what is not ours, is damaged, or could not have been written by us."""
-    if not text or not text.startswith(_PREFIX) or len(text) > 2 * MAX_UNITS:
+    if not text or not text.startswith((_PREFIX, _PREFIX_OF_SEARCH)) or len(text) > 2 * MAX_UNITS:
         return None
+    has_search = text.startswith(_PREFIX_OF_SEARCH)
+    header_bytes = _HEADER.size + has_search * _SEARCH.size
+    lost, losses_alone, isolated = range(0), 0, range(0)
     try:
-        content = base64.b64decode(text.removeprefix(_PREFIX), validate=True)
-        header, rest = content[: _HEADER.size], content[_HEADER.size :]
-        topic_id, base, started, suspect_until, crash_count, flags = _HEADER.unpack(header)
+        content = base64.b64decode(text[len(_PREFIX) :], validate=True)
+        header, rest = content[:header_bytes], content[header_bytes:]
+        topic_id, base, started, suspect_until, crash_count, flags = _HEADER.unpack(header[: _HEADER.size])
+        if has_search:
+            lost_at, num_lost, losses_alone, isolated_at, num_isolated = _SEARCH.unpack(header[_HEADER.size :])
+            lost, isolated = range(lost_at, lost_at + num_lost), range(isolated_at, isolated_at + num_isolated)
         (checksum,) = _CHECKSUM.unpack(rest[: _CHECKSUM.size])
     except (binascii.Error, ValueError, struct.error):
         return None
@@ -125,7 +146,13 @@ def decode(text: str | None) -> tuple[UUID, Progress] | None:
     if bits is None or len(bits) > MAX_OFFSETS // 8 or base < 0 or started < base:
         return None
     completed = OffsetBitmap(base, bits)
-    return UUID(bytes=topic_id), Progress(base, started, suspect_until, crash_count, bool(flags & _CLEAN), completed)
+    is_clean = bool(flags & _CLEAN)
+    progress = Progress(base, started, suspect_until, crash_count, is_clean, completed, lost, losses_alone, isolated)
+    return UUID(bytes=topic_id), progress
+
+
+def _length(offsets: range) -> int:
+    return min(len(offsets), 2**32 - 1)
 
 
 def _unpack(packed: bytes) -> bytes | None:

@@ -19,7 +19,7 @@ from schemas.settings import KafkaSettings
 
 logger = logging.getLogger(__name__)
 
-_ANNOUNCE_SECONDS = 0.05  # between two tries to tell the broker that work has begun in a new assignment
+_ANNOUNCE_SECONDS = 0.05  # between two tries to tell the broker what a next owner must know after a crash
 _COMMIT_TIMEOUT_SECONDS = 60.0  # an outstanding commit older than that is given up, and the next one is sent
 _LOOKUP_TIMEOUT_MS = 5_000
 
@@ -142,6 +142,6 @@ class GroupCommits:
         """The broker refuses the whole commit of a partition for it. Offsets are what must be known."""
         self._writes_metadata = False
         logger.warning(
-            "commits go on without metadata, so that a restart looks more documents up: the broker's "
-            "offset.metadata.max.bytes is lower than 4096"
+            "commits go on without metadata, so that a restart looks more documents up, and a document that kills "
+            "workers is not found: the broker's offset.metadata.max.bytes is lower than 4096"
         )

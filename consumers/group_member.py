@@ -153,7 +153,8 @@ class GroupMember:
     def commit_if_due(self) -> None:
         """Sends what is new once a `commit_interval_seconds`; what is refused is sent again with the next.
 
-        That work has begun at all is told at once: a worker that dies before it has told so would be forgotten.
+        That work has begun at all is told at once, and so is what runs alone: a worker that dies before it has told so
+        would be forgotten.
         """
         if self._commits.is_due():
             self._pass_transaction_ends()
@@ -244,7 +245,7 @@ class GroupMember:
             extra = {"topic": partition.topic, "partition": partition.partition, "epoch": epoch, "offset": left.offset}
             if left.progress is not None:
                 extra |= {"started_before": left.progress.started, "was_clean": left.progress.is_clean}
-                extra |= {"crashes": self._tracker.partitions[partition].num_crashes(left.progress.base)}
+                extra |= {"crashes": self._tracker.partitions[partition].num_crashes}
             logger.info("partition assigned", extra=extra)
         return elsewhere
 

@@ -29,6 +29,7 @@ _FIRST_IDLE_SECONDS, _IDLE_SECONDS = 0.002, 0.1
 _HELD_READ_SECONDS = 0.05  # at most, between two reads while paused: they are only a sign of life
 _RESUME_BELOW = 0.75  # of the high marks
 _END_LOOKUP_SECONDS = 0.25
+_NOTE_SECONDS = 5.0  # for the broker to take down what runs alone
 _CLOSE_SECONDS = 5.0  # for each of: the last dead letters, the last commit, leaving the group
 
 
@@ -52,6 +53,7 @@ class KafkaSource:
         self._inbox: deque[Document | RejectedDocument] = deque()
         self._failure: SourceError | None = None
         self._draining = False
+        self._to_isolate: Sequence[SourcePosition] | None = None  # to be noted; None: the broker knows
         # Appended by any thread, taken by ours; and the other way round.
         self._completions: deque[Sequence[SourcePosition]] = deque()
         self._has_completions = threading.Event()
@@ -110,6 +112,15 @@ class KafkaSource:
 
     def started_before(self, position: SourcePosition) -> int:
         return self._tracker.started_before(position)
+
+    def isolate(self, positions: Sequence[SourcePosition]) -> None:
+        with self._arrived:
+            self._to_isolate = positions
+            self._has_completions.set()
+            ends = self._arrived.wait_for(lambda: self._to_isolate is None or self._failure is not None, _NOTE_SECONDS)
+        if not ends:
+            extra = {"documents": len(positions), "seconds": _NOTE_SECONDS}
+            logger.warning("what runs alone is not noted in Kafka yet: would it end us, nobody would know", extra=extra)
 
     def expect_no_clean_end(self) -> None:
         self._member.ends_cleanly = False
@@ -191,7 +202,7 @@ class KafkaSource:
             self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
             self._hand_over([self._decode(raw, limit) for raw in in_flight])
-        self._member.commit_if_due()
+        self._commit()
         self._outage.look(self._member.silent_seconds)
         self._has_assignment = self._member.is_stable and not self._outage.is_away
         self._look_for_the_end()
@@ -202,10 +213,22 @@ class KafkaSource:
             self._closing.wait(self._idle_seconds)
             self._idle_seconds = min(2 * self._idle_seconds, _IDLE_SECONDS)
 
+    def _commit(self) -> None:
+        to_isolate = self._to_isolate
+        if to_isolate is not None:
+            self._tracker.isolate(to_isolate)
+            self._idle_seconds = _FIRST_IDLE_SECONDS  # somebody waits for the broker's answer
+        self._member.commit_if_due()
+        if to_isolate is not None and self._tracker.is_announced:
+            with self._arrived:
+                if self._to_isolate is to_isolate:
+                    self._to_isolate = None
+                    self._arrived.notify_all()
+
     def _decode(self, raw: RawMessage, limit: int) -> Document | RejectedDocument:
         document = decode_document(raw, limit)
-        if isinstance(document, Document) and (crash_count := self._tracker.num_crashes(raw.position)):
-            return document._replace(crash_count=crash_count)
+        if isinstance(document, Document) and (suspicion := self._tracker.suspicion(raw.position)) is not None:
+            return document._replace(suspicion=suspicion)
         return document
 
     def _room(self) -> int:

@@ -1,16 +1,18 @@
 """What is in flight, by position, and how far each partition may be committed. Knows nothing of Kafka's client.
 
-One thread starts, completes and drops; `raw`, `is_current`, `num_crashes` and `started_before` are single look-ups and
+One thread starts, completes and drops; `raw`, `is_current`, `suspicion` and `started_before` are single look-ups and
 may be asked from any.
 """
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from consumers.commit_metadata import MAX_OFFSETS, OffsetBitmap, Progress
-from schemas.document import RawMessage, SourcePosition
+from schemas.document import RawMessage, SourcePosition, Suspicion
 
 Partition = tuple[str, int]  # topic, partition
+CRASHES_TO_ISOLATE = 3  # workers that died in a row over the same documents: from then on these run apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,15 @@ class PartitionTracker:
     Offsets need not be contiguous: compaction and transactions leave gaps, which count as complete.
 
     `left` is what the commit at `begin` said beside its offset: what is complete in it is passed over, and where its
-    writer died in the middle of work, that work is suspect until all of it is complete.
+    writer died in the middle of work, that work is suspect until all of it is complete. After CRASHES_TO_ISOLATE such
+    deaths the suspects run apart from everything else in groups, which `isolate` notes before each runs. A group that
+    a worker died with is `lost`, and the next owner halves it: each death brings the search one step nearer to a
+    document, until the same one was alone with a worker that died often enough for whoever reads `losses_alone`.
+
+        suspects   [a b c d e f g h]              three deaths: halves
+        isolated   [a b c d]          died        lost: a b c d, halves again; e to h are another group
+        isolated   [a b] done, [c d]  died        lost: c d
+        isolated   [c]                died        lost: c, alone once
     """
 
     def __init__(self, epoch: int, begin: int | None = None, left: Progress | None = None) -> None:
@@ -45,13 +55,38 @@ class PartitionTracker:
         self._handed_back: set[int] = set()  # left to the next owner
         self._change = 0
         self._committed_change = 0  # the state that the broker acknowledged; 0: that of the assignment
+        self._must_tell = 0  # the state up to which a next owner must know after a crash; told at once
         self._crash_count = 0
         self._suspect_until = 0
+        self._lost, self._losses_alone = range(0), 0
+        self._isolated = range(0)
+        self._group_bounds: Sequence[int] = ()  # suspects between the same two run together, apart from all others
         if left is not None:
-            died = not left.is_clean and left.started > left.base
-            self._crash_count = left.crash_count + died
-            self._suspect_until = left.started if died else left.suspect_until
-            self._change += died  # to be committed before the work that may kill again
+            self._take_over(left)
+
+    def _take_over(self, left: Progress) -> None:
+        died = not left.is_clean and left.started > left.base
+        self._crash_count = left.crash_count + died
+        self._suspect_until = left.suspect_until
+        self._lost, self._losses_alone = left.lost, left.losses_alone
+        if died:
+            self._change = self._must_tell = 1  # before the work that may kill again
+            if left.isolated:
+                is_alone = len(left.isolated) == 1
+                before = left.losses_alone if left.lost == left.isolated else 0
+                self._lost, self._losses_alone = left.isolated, (before + 1) * is_alone
+            else:
+                self._suspect_until = left.started
+        if self._crash_count < CRASHES_TO_ISOLATE:
+            return
+        suspects = range(left.base, max(left.base, self._suspect_until))
+        if not (unfinished := _unfinished(self._lost, left.completed)):
+            self._lost, self._losses_alone = range(0), 0
+            unfinished = _unfinished(suspects, left.completed)
+        if unfinished:
+            middle = unfinished[len(unfinished) // 2]
+            ends = (unfinished[0], middle, unfinished[-1] + 1)
+            self._group_bounds = sorted({suspects.start, *ends, max(suspects.stop, ends[-1])})
 
     @property
     def committable(self) -> int | None:
@@ -70,9 +105,15 @@ class PartitionTracker:
         return sum(raw.num_bytes for raw in self._in_flight.values())
 
     @property
+    def num_crashes(self) -> int:
+        """Workers that died in a row over what was in flight at the beginning."""
+        return self._crash_count
+
+    @property
     def is_announced(self) -> bool:
-        """Whether the broker knows of this epoch what a next owner must know after a crash: that there is work."""
-        return self._committed_change > 0 or self._change == 0
+        """Whether the broker knows of this epoch what a next owner must know after a crash: that there is work, and
+        which of it runs alone."""
+        return self._committed_change >= self._must_tell
 
     def start(self, raw: RawMessage) -> bool:
         """Takes the message in; it is kept until it completes, so that it can still be dead-lettered.
@@ -83,6 +124,7 @@ class PartitionTracker:
         assert self.next_offset is None or offset >= self.next_offset, f"{offset} after {self.next_offset} was started"
         self.next_offset = offset + 1
         self._change += 1
+        self._must_tell = self._must_tell or self._change
         if self._left is not None and offset in self._left.completed:
             self.num_skipped += 1
             return False
@@ -113,9 +155,23 @@ class PartitionTracker:
     def raw(self, offset: int) -> RawMessage | None:
         return self._in_flight.get(offset)
 
-    def num_crashes(self, offset: int) -> int:
-        """How many workers died in a row with this offset in work; 0 where it is no suspect."""
-        return self._crash_count if offset < self._suspect_until else 0
+    def suspicion(self, offset: int) -> Suspicion | None:
+        """What earlier owners' deaths say of it; None where it is no suspect."""
+        if offset >= self._suspect_until and offset not in self._lost:
+            return None
+        bounds = self._group_bounds
+        place = bisect(bounds, offset)
+        if not 0 < place < len(bounds):
+            return Suspicion(self._crash_count)
+        losses_alone = self._losses_alone if offset in self._lost else 0
+        return Suspicion(self._crash_count, range(bounds[place - 1], bounds[place]), losses_alone)
+
+    def isolate(self, offsets: range) -> None:
+        """From now on the engine has of this partition these and no others, with nothing else; empty: that is over."""
+        if offsets != self._isolated:
+            self._isolated = offsets
+            self._change += 1
+            self._must_tell = self._change
 
     def commit(self, is_clean: bool = False) -> Commit | None:
         """What the broker does not know yet; None where it knows all. `is_clean`: this assignment ends in order."""
@@ -135,6 +191,9 @@ class PartitionTracker:
             crash_count=self._crash_count if suspect_until else 0,
             is_clean=is_clean,
             completed=self._completed(base, next_offset),
+            lost=self._lost if suspect_until else range(0),
+            losses_alone=self._losses_alone if suspect_until else 0,
+            isolated=self._isolated,
         )
         commit = Commit(base, self.epoch, progress, self._change)
         self._change += is_clean  # where the assignment turns out to go on, that must be told too
@@ -163,6 +222,13 @@ class PartitionTracker:
         return OffsetBitmap(base, both.to_bytes((both.bit_length() + 7) // 8, "little"))
 
 
+def _unfinished(offsets: range, completed: OffsetBitmap) -> Sequence[int]:
+    """Those that may be no document at all count as unfinished; of more than metadata tells of, all do."""
+    if len(offsets) > MAX_OFFSETS:
+        return offsets
+    return [offset for offset in offsets if offset >= completed.base and offset not in completed]
+
+
 class OffsetTracker:
     """All assigned partitions of one source. A partition that is given up is forgotten with everything in flight."""
 
@@ -178,7 +244,7 @@ class OffsetTracker:
 
     @property
     def is_announced(self) -> bool:
-        """Whether the broker knows of every partition that there is work in it."""
+        """Whether the broker knows what next owners must know of every partition after a crash."""
         return all(tracker.is_announced for tracker in self._partitions.values())
 
     def assign(self, partition: Partition, begin: int | None = None, left: Progress | None = None) -> int:
@@ -266,10 +332,20 @@ class OffsetTracker:
         """Whether the position's assignment still holds. From any thread."""
         return self._current(position) is not None
 
-    def num_crashes(self, position: SourcePosition) -> int:
-        """How many workers died in a row with this document in work. From any thread."""
+    def suspicion(self, position: SourcePosition) -> Suspicion | None:
+        """What workers that died with this document in work say of it. From any thread."""
         tracker = self._current(position)
-        return 0 if tracker is None else tracker.num_crashes(position.offset)
+        return None if tracker is None else tracker.suspicion(position.offset)
+
+    def isolate(self, positions: Iterable[SourcePosition]) -> None:
+        """From now on the engine has these, of one partition, and nothing else; none: anything may be in it."""
+        offsets: dict[Partition, list[int]] = {}
+        for position in positions:
+            if self.is_current(position):
+                offsets.setdefault((position.topic, position.partition), []).append(position.offset)
+        for partition, tracker in self._partitions.items():
+            alone = offsets.get(partition)
+            tracker.isolate(range(min(alone), max(alone) + 1) if alone else range(0))
 
     def started_before(self, position: SourcePosition) -> int:
         """One past the highest offset of the partition that earlier owners are known to have had. From any thread."""

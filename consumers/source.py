@@ -49,6 +49,13 @@ class Source(Protocol):
         They may have had later ones, of their last moments.
         """
 
+    def isolate(self, positions: Sequence[SourcePosition]) -> None:
+        """The engine is about to have these, of one partition, and nothing else; none: about to have anything again.
+
+        Returns once the next owners of our partitions would find that noted, should we die. Where that cannot be had
+        within seconds it is logged, and our death would only say less.
+        """
+
     def expect_no_clean_end(self) -> None:
         """We are about to die of our work: the next owners of it count that as a crash, `close` or not."""
 
@@ -171,6 +178,9 @@ class LocalSource:
 
     def started_before(self, position: SourcePosition) -> int:
         return 0
+
+    def isolate(self, positions: Sequence[SourcePosition]) -> None:
+        """Nothing is noted down: a file has no next owner."""
 
     def expect_no_clean_end(self) -> None:
         """Nothing is noted down: a file has no next owner."""

@@ -4,7 +4,8 @@ One turn: receive, prepare, feed, poll, make rows, store, settle; what goes to o
 is held in exactly one place at a time, and each place counts by itself, so that `Account.imbalance` notices a lost one:
 
     looked up -> arrived -> window: waiting -> running (in the engine) -> rows -> stored (until acknowledged)
-                     \\_____________________________________\\_-> dead letters -/
+                    |\\_> isolated ________/       |                       |
+                     \\___________________________\\_-> dead letters ------/
 """
 
 import time
@@ -17,6 +18,7 @@ import structlog
 from consumers.source import Source
 from pipeline.account import Agreement, Outcome, Totals
 from pipeline.failure_limits import FailureLimits, Gate
+from pipeline.isolation import Isolation, conviction_over_workers
 from pipeline.outgoing import OutgoingRows, RowSink
 from pipeline.prompts import PromptBuilder, derived_seed
 from pipeline.redelivery import LookUp, Redeliveries
@@ -26,7 +28,7 @@ from pipeline.rows import Row, RowBuilder, Work
 from pipeline.supervisor import EngineSupervisor
 from pipeline.suspects import LOSSES_ALONE, conviction
 from pipeline.window import EngineWindow
-from schemas.document import Document, RejectedDocument, SourcePosition
+from schemas.document import Document, RejectedDocument, SourcePosition, Suspicion
 from schemas.errors import AccountError, DocumentError, EngineError, Failure
 from schemas.inference import EngineInfo, EngineStats, InferenceOutput
 
@@ -88,6 +90,7 @@ class Flow:
         # The places where a document can be; see the module's drawing.
         self._redeliveries = None if look_up is None else Redeliveries(source, rows, look_up)
         self._arrived: deque[tuple[Document | RejectedDocument, float]] = deque()
+        self._isolation = Isolation(source, max_running)
         self._window = EngineWindow(
             max_running=max_running,
             max_tokens_per_step=max_tokens_per_step,
@@ -121,6 +124,7 @@ class Flow:
         return {
             "looked_up": 0 if self._redeliveries is None else len(self._redeliveries),
             "arrived": len(self._arrived),
+            "isolated": len(self._isolation),
             "batcher": self._window.num_waiting,
             "engine": self._window.num_running,
             **self.outgoing.held(),
@@ -177,7 +181,7 @@ class Flow:
 
     def _flush_if_last(self) -> None:
         """A bulk that nothing more will fill is sent as it is."""
-        if not (self._arrived or self._window.num_running or self._window.num_waiting):
+        if not (self._arrived or self._isolation or self._window.num_running or self._window.num_waiting):
             self.outgoing.flush()
 
     def turn(self) -> None:
@@ -243,7 +247,7 @@ class Flow:
     def _idle_seconds(self) -> float:
         """How long to wait for documents: not at all where there is something else to be done."""
         window = self._window
-        if self._arrived or window.num_running or window.num_waiting or self.outgoing.is_blocked:
+        if self._arrived or self._isolation or window.num_running or window.num_waiting or self.outgoing.is_blocked:
             return 0.0
         return LOOK_UP_WAIT_SECONDS if self._redeliveries else WAIT_SECONDS
 
@@ -255,7 +259,6 @@ class Flow:
         """Prompts for what arrived, for a slice of time: a long tokenisation must not starve the engine."""
         if not self._arrived:
             return
-        assert self._prompts is not None, "open_engine comes first"
         until = self._clock() + PREPARE_SLICE_SECONDS
         while self._arrived:
             if self._limits.exceeded is not None:
@@ -263,17 +266,31 @@ class Flow:
             document, arrived = self._arrived.popleft()
             if isinstance(document, RejectedDocument):
                 self._fail(document, document.failure)
-                continue
-            try:
-                prepared = self._prompts.prepare(document)
-            except DocumentError as error:
-                self._fail(document, error.failure)
-                continue
-            self._limits.passed(Gate.PROMPT)
-            now = self._clock()
-            self._wait(Work(prepared, arrived), now)
-            if now >= until:
-                return
+            elif document.suspicion is not None and document.suspicion.group:
+                self._isolate(document, document.suspicion, arrived)
+            elif (work := self._work_of(document, arrived)) is not None:
+                now = self._clock()
+                self._wait(work, now)
+                if now >= until:
+                    return
+
+    def _work_of(self, document: Document, arrived: float) -> Work | None:
+        """None where it cannot become a prompt, and has failed."""
+        try:
+            prepared = self._prompts_now().prepare(document)
+        except DocumentError as error:
+            self._fail(document, error.failure)
+            return None
+        self._limits.passed(Gate.PROMPT)
+        return Work(prepared, arrived)
+
+    def _isolate(self, document: Document, suspicion: Suspicion, arrived: float) -> None:
+        failure = conviction_over_workers(suspicion)
+        if failure is None:
+            self._isolation.add(document, suspicion, arrived)
+            return
+        logger.error("a document kills workers", id=document.identity.document_id, workers=suspicion.num_crashes)
+        self._fail(document, failure, suspicion.losses_alone)
 
     def _wait(self, work: Work, now: float) -> None:
         deadline = work.prepared.document.message.deadline
@@ -291,18 +308,35 @@ class Flow:
             if suspects := self._window.next_suspects(now):
                 self._engine.submit(suspects)
             return
+        if self._isolation.is_active:
+            self._expect(None)  # what waits does not come before these are through
+            self._start(self._next_isolated(), now)
+            return
         if self._arrived or self._redeliveries or self._source.is_paused:
             self._last_arrival = now
         knows_all = now - self._last_arrival >= LULL_SECONDS
-        ready = [work for work in self._window.next_batch(self._engine.stats, now, knows_all) if self._may_start(work)]
-        if ready:
-            self._engine.submit(self._window.start(ready, now))
+        self._start(self._window.next_batch(self._engine.stats, now, knows_all), now)
         self._expect(self._window.beyond)
+
+    def _start(self, works: Sequence[Work], now: float) -> None:
+        if ready := [work for work in works if self._may_start(work)]:
+            self._engine.submit(self._window.start(ready, now))
 
     def _expect(self, beyond: Mapping[int, int] | None) -> None:
         if beyond != self._told and self._engine.is_ready:
             self._engine.expect(beyond)
             self._told = None if beyond is None else dict(beyond)
+
+    def _next_isolated(self) -> list[Work]:
+        """The next group that runs apart, once all before it is durable: its answers, should the next one kill us, and
+        a conviction, which the note of another group would overwrite."""
+        if self._window.num_running:
+            return []
+        if any(self.outgoing.held().values()):
+            self.outgoing.flush()
+            return []
+        group = self._isolation.next_group()
+        return [work for document, arrived in group if (work := self._work_of(document, arrived)) is not None]
 
     def _may_start(self, work: Work) -> bool:
         """False where the document has ended otherwise: handed back, or failed because its deadline has passed."""
@@ -320,7 +354,7 @@ class Flow:
 
     def _poll_engine(self) -> list[InferenceOutput]:
         if not self._window.num_running:
-            if not self._arrived and (self._is_draining or self.outgoing.is_blocked):
+            if not self._arrived and (self._is_draining or self.outgoing.is_blocked or self._isolation.is_active):
                 self.outgoing.wait(WAIT_SECONDS)  # nothing can be taken in or fed: the sink or the broker has the word
             return self._engine.poll(0.0)  # an engine that dies while idle is started again before it is needed
         if self._arrived:
@@ -377,8 +411,8 @@ class Flow:
             return True
         return False
 
-    def _fail(self, document: Document | RejectedDocument, failure: Failure) -> None:
-        self.outgoing.fail(self._rows_of.failure_row(document, failure, datetime.now(UTC)), failure)
+    def _fail(self, document: Document | RejectedDocument, failure: Failure, tries: int = 1) -> None:
+        self.outgoing.fail(self._rows_of.failure_row(document, failure, datetime.now(UTC), tries), failure)
 
     def drop_what_is_not_ours(self) -> None:
         """Hands back the work of partitions that went to another worker: their next owner does it.
@@ -388,6 +422,7 @@ class Flow:
         is_current = self._source.is_current
         dropped, stale_ids = self._window.drop_where(lambda work: not is_current(work.prepared.document.position))
         stale = self.outgoing.drop_what_is_not_ours()
+        stale += self._isolation.drop_where(lambda position: not is_current(position))
         if self._redeliveries is not None:
             stale += self._redeliveries.drop_what_is_not_ours()
         if dropped or stale:
@@ -403,6 +438,7 @@ class Flow:
         self._source.drain()
         self._hand_back([document.position for document, _ in self._arrived])
         self._arrived.clear()
+        self._hand_back(self._isolation.drop_where(lambda _: True))
         self._hand_back_works(self._window.drop_waiting())
         if self._redeliveries is not None:
             self._hand_back(self._redeliveries.give_up())
@@ -482,8 +518,7 @@ class Flow:
             prompt, sampling = killer.prepared.token_ids, killer.prepared.sampling
             failure = conviction(len(prompt), sampling.max_tokens, cause)
             logger.error("a document kills the engine", id=document.identity.document_id, cause=str(cause))
-            row = self._rows_of.failure_row(document, failure, datetime.now(UTC), killer.tries + LOSSES_ALONE)
-            self.outgoing.fail(row, failure)
+            self._fail(document, failure, killer.tries + LOSSES_ALONE)
         info = None
         try:
             info = self._engine.reopen(cause, lambda: self.is_asked_to_drain, loss)

@@ -1,4 +1,5 @@
-"""Which documents may have killed the engine, and who of them may run next. Decides by id; runs nothing.
+"""Which documents may have killed the engine, and who of them may run next. Decides by id; runs nothing. Where the
+worker dies with the engine, pipeline/isolation.py searches.
 
 A lost engine says nothing of the cause. What it had in it is suspected and runs again in halves, each alone in the
 engine: a half that is answered is innocent, one that loses the engine again is halved again, down to one document.
@@ -15,7 +16,7 @@ only split groups.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from schemas.errors import EngineError, Failure, FailureCode, Stage
@@ -47,11 +48,6 @@ class Suspects:
     def waiting(self) -> set[int]:
         """Those, by id."""
         return {request_id for group in self._waiting for request_id in group}
-
-    def isolate(self, request_ids: Iterable[int]) -> None:
-        """These run one at a time, in this order: they may have killed engine and worker together."""
-        self._waiting[:0] = [(request_id,) for request_id in request_ids][::-1]
-        self.is_active = bool(self._waiting)
 
     def next_group(self, num_in_engine: int) -> Sequence[int]:
         """Who may go to the engine now: nobody until it is empty, and a group's last answer or loss came first.

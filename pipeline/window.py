@@ -14,7 +14,6 @@ from pipeline.suspects import Loss, Suspects
 from schemas.inference import EngineStats, InferenceRequest
 
 FIRST_REQUEST_ID = 1  # 0 is the worker's own, of the inference that proves a started engine
-CRASHES_TO_ISOLATE = 3  # workers that died with a document in flight: from then on it runs alone
 
 
 class EngineWindow:
@@ -83,21 +82,14 @@ class EngineWindow:
         return self._batcher.next_batch(wanted, now)
 
     def start(self, works: Sequence[Work], now: float) -> list[InferenceRequest]:
-        """These are the engine's from now on; the requests to submit. Those that may have killed workers wait, to run
-        alone."""
+        """These are the engine's from now on; the requests to submit."""
         requests = []
-        isolated = []
         for work in works:
             work.submitted = now
             request_id = self._next_request_id
             self._next_request_id += 1
             self._running[request_id] = work
-            if work.prepared.document.crash_count >= CRASHES_TO_ISOLATE:
-                isolated.append(request_id)
-            else:
-                requests.append(_request(request_id, work))
-        if isolated:
-            self._suspects.isolate(isolated)
+            requests.append(_request(request_id, work))
         return self._given(requests)
 
     def next_suspects(self, now: float) -> list[InferenceRequest]:

@@ -138,6 +138,14 @@ class Identity(NamedTuple):
     document_id: str
 
 
+class Suspicion(NamedTuple):
+    """Workers died while a document was in flight, as far as the commits tell."""
+
+    num_crashes: int  # in a row
+    group: range = range(0)  # offsets of its partition, which run with nothing else in the engine; empty: not yet so
+    losses_alone: int = 0  # the last so many of those workers had this document in their engine and no other
+
+
 class Document(NamedTuple):
     """A decoded message with its place and its record's timestamp and key."""
 
@@ -148,7 +156,7 @@ class Document(NamedTuple):
     message: DocumentMessage
     num_bytes: int  # of the raw message
     attempt: int = 0  # 0 for the first; a replay carries one more
-    crash_count: int = 0  # workers that died while it was in flight, as far as the commits tell
+    suspicion: Suspicion | None = None
     first_position: SourcePosition | None = None  # of a replay: where it was delivered first, and timestamp_ms is when
 
     @property

@@ -1,7 +1,9 @@
 """What a commit says beside its offset comes back as it was written, and anything else is ignored."""
 
 import base64
+import random
 import zlib
+from dataclasses import replace
 from uuid import UUID
 
 from hypothesis import given
@@ -12,6 +14,9 @@ from consumers.commit_metadata import MAX_OFFSETS, MAX_UNITS, OffsetBitmap, Prog
 TOPIC = UUID("6f0c2b5e-7a51-4bd4-9a0e-0123456789ab")
 
 offsets = st.integers(0, 2**62)
+forms = st.sampled_from(["pagemill:1:", "pagemill:2:"])
+nothing = st.just(range(0))
+stretches = nothing | st.builds(lambda start, length: range(start, start + length), offsets, st.integers(0, 2**32 - 1))
 
 
 def progress(base: int = 100, completed: OffsetBitmap | None = None, started: int = 700) -> Progress:
@@ -29,6 +34,9 @@ def any_progress(draw: st.DrawFn) -> Progress:
         draw(st.integers(0, 2**16 - 1)),
         draw(st.booleans()),
         OffsetBitmap.of(base, [base + step for step in steps]),
+        lost := draw(stretches),
+        draw(st.integers(0, 255)) if lost else 0,
+        draw(stretches),
     )
 
 
@@ -37,6 +45,17 @@ def test_what_was_written_is_read(written: Progress, topic_id: UUID) -> None:
     text = encode(written, topic_id)
     assert len(text.encode("utf-16-le")) // 2 <= MAX_UNITS
     assert decode(text) == (topic_id, written)
+
+
+def test_a_search_beside_a_bitmap_that_cannot_be_compressed_is_told_whole() -> None:
+    bits = random.Random(1).randbytes(MAX_OFFSETS // 8)
+    written = replace(progress(completed=OffsetBitmap(100, bits)), lost=range(100, 9000), isolated=range(200, 300))
+    text = encode(written, TOPIC)
+    read = decode(text)
+    assert len(text) <= MAX_UNITS
+    assert read is not None
+    assert (read[1].lost, read[1].isolated) == (written.lost, written.isolated)
+    assert bits.startswith(read[1].completed.bits)
 
 
 def test_five_thousand_done_above_one_that_is_not_take_a_line() -> None:
@@ -68,8 +87,18 @@ def test_for_a_smaller_broker_the_bitmap_is_cut_at_its_end_and_nothing_is_made_u
         assert read is not None
         assert written.completed.bits.startswith(read[1].completed.bits)
         assert (read[1].started, read[1].crash_count) == (written.started, written.crash_count)
+        assert (read[1].lost, read[1].isolated) == (written.lost, written.isolated)
     else:
-        assert max_units < 75  # what all the rest takes
+        assert max_units < (108 if written.lost or written.isolated else 76)  # what all the rest takes
+
+
+def test_the_second_form_is_written_only_while_something_is_searched_and_the_first_is_still_read() -> None:
+    plain = progress(completed=OffsetBitmap.of(100, [101]))
+    # As every worker has written it since the first.
+    text = "pagemill:1:bwwrXnpRS9SaDgEjRWeJqwAAAAAAAABkAAAAAAAAArwAAAAAAAAAAAAAAJz4LZwC"
+    assert (encode(plain, TOPIC), decode(text)) == (text, (TOPIC, plain))
+    assert encode(replace(plain, lost=range(105, 107)), TOPIC).startswith("pagemill:2:")
+    assert encode(replace(plain, isolated=range(105, 106)), TOPIC).startswith("pagemill:2:")
 
 
 def test_offsets_outside_the_window_are_left_out_and_are_not_in_it() -> None:
@@ -94,7 +123,7 @@ def test_damaged_text_is_ignored(written: Progress, data: st.DataObject) -> None
     assert decode(text[:cut]) is None
 
 
-@given(st.text() | st.binary().map(lambda content: "pagemill:1:" + base64.b64encode(content).decode()))
+@given(st.text() | st.builds(lambda form, content: form + base64.b64encode(content).decode(), forms, st.binary()))
 def test_any_text_is_read_or_ignored(text: str) -> None:
     decode(text)
 

@@ -242,7 +242,7 @@ def test_a_partition_that_moves_back_and_forth_is_read_on_where_each_owner_left_
             assert all(document.position.epoch > epochs[partition] for document in back)
             late = [position for position in late if position.partition != partition]
             late += [document.position for document in back]
-        assert not any(document.crash_count for document in back if isinstance(document, Document)), "nobody died"
+        assert not any(document.suspicion for document in back if isinstance(document, Document)), "nobody died"
         first.complete(late)
         wait_until(first.is_drained, "all is complete")
     assert [broker_view.committed(settings, partition) for partition in range(2)] == [12, 12]

@@ -1,6 +1,6 @@
 """What a next owner makes of the last one's commit, on a real broker: passed over, ignored, counted as a crash."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -8,7 +8,7 @@ import pytest
 
 from consumers.commit_metadata import OffsetBitmap, Progress, decode, encode
 from consumers.kafka import KafkaSource
-from schemas.document import Document, RejectedDocument
+from schemas.document import Document, RejectedDocument, Suspicion
 from schemas.errors import Failure, FailureCode, SourceError, Stage
 from schemas.settings import KafkaSettings
 from tests.consumers.harness import (
@@ -68,18 +68,22 @@ def test_that_work_has_begun_is_committed_at_once_and_a_clean_end_says_so(
     assert progress_of(broker_view, settings) == left(1, 2, 3, clean=True)
 
 
+def suspicions(documents: Sequence[Document | RejectedDocument]) -> dict[int, Suspicion | None]:
+    return {document.position.offset: document.suspicion for document in documents if isinstance(document, Document)}
+
+
 def test_a_crash_is_counted_for_what_was_in_work_and_forgotten_once_that_is_done(
     kafka_broker: KafkaBroker, broker_view: BrokerView, settings: KafkaSettings
 ) -> None:
     topic_id = broker_view.topic_id(settings.topics[0])
-    broker_view.commit(settings, 3, encode(left(3, 5, started=8, crashes=2), topic_id))
+    broker_view.commit(settings, 3, encode(left(3, 5, started=8, crashes=1), topic_id))
     patient = settings.model_copy(update={"commit_interval_seconds": 3600.0})
     with running(patient) as source:
         documents = take(source, 6)
-        crashes = {d.position.offset: d.crash_count for d in documents if isinstance(d, Document)}
-        assert crashes == {3: 3, 4: 3, 6: 3, 7: 3, 8: 0, 9: 0}
+        twice = Suspicion(2)
+        assert suspicions(documents) == {3: twice, 4: twice, 6: twice, 7: twice, 8: None, 9: None}
         assert [source.started_before(d.position) for d in documents] == [8] * 6
-        wait_until(lambda: progress_of(broker_view, settings).crash_count == 3, "the crash is counted at once")
+        wait_until(lambda: progress_of(broker_view, settings).crash_count == 2, "the crash is counted at once")
         source.complete([document.position for document in documents[:4]])
     assert progress_of(broker_view, settings) == left(8, started=10, clean=True)
 
@@ -89,11 +93,46 @@ def test_a_source_that_dies_of_its_work_ends_with_a_crash(broker_view: BrokerVie
         take(source, 10)
         source.expect_no_clean_end()
     with running(settings) as source:
-        documents = take(source, 10)
-        assert {d.crash_count for d in documents if isinstance(d, Document)} == {1}
+        assert set(suspicions(take(source, 10)).values()) == {Suspicion(1)}
     with running(settings) as source:
-        documents = take(source, 10)
-        assert {d.crash_count for d in documents if isinstance(d, Document)} == {1}, "that one ended in order"
+        assert set(suspicions(take(source, 10)).values()) == {Suspicion(1)}, "that one ended in order"
+
+
+def test_what_runs_alone_is_with_the_broker_before_it_runs_and_convicts_over_the_deaths_of_its_owners(
+    broker_view: BrokerView, settings: KafkaSettings
+) -> None:
+    topic_id = broker_view.topic_id(settings.topics[0])
+    broker_view.commit(settings, 3, encode(left(3, 5, started=8, crashes=2), topic_id))
+    patient = settings.model_copy(update={"commit_interval_seconds": 3600.0})
+    with running(patient) as source:
+        documents = take(source, 6)
+        first, second = Suspicion(3, range(3, 6)), Suspicion(3, range(6, 8))
+        assert suspicions(documents) == {3: first, 4: first, 6: second, 7: second, 8: None, 9: None}
+        source.isolate([documents[0].position, documents[1].position])
+        assert progress_of(broker_view, settings).isolated == range(3, 5)
+        source.complete([document.position for document in documents[:2]])
+        source.isolate([documents[3].position])
+        assert progress_of(broker_view, settings).isolated == range(7, 8)
+        source.expect_no_clean_end()
+    with running(patient) as source:
+        documents = take(source, 4)
+        assert suspicions(documents)[7] == Suspicion(4, range(7, 8), losses_alone=1)
+        source.isolate([documents[1].position])
+    with running(patient) as source:
+        documents = take(source, 4)
+        assert suspicions(documents)[7] == Suspicion(4, range(7, 8), losses_alone=1), "that one ended in order"
+        source.isolate([documents[1].position])
+        source.isolate(())
+        assert not progress_of(broker_view, settings).isolated
+        source.isolate([documents[1].position])
+        source.expect_no_clean_end()
+    with running(patient) as source:
+        documents = take(source, 4)
+        assert suspicions(documents) == {
+            6: Suspicion(5, range(6, 7)), 7: Suspicion(5, range(7, 8), losses_alone=2), 8: None, 9: None,
+        }  # fmt: skip
+        source.complete([document.position for document in documents])
+    assert progress_of(broker_view, settings) == left(10, started=10, clean=True)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +192,7 @@ def test_a_broker_that_takes_no_metadata_gets_the_offset_without(tmp_path: Path)
             source.complete([document.position for document in documents[:4]])
             wait_until(lambda: view.committed(settings) == 4, "the offset is committed")
             assert view.metadata(settings) == ""
+            source.isolate([documents[4].position])  # returns, though nothing can be noted
             source.complete([document.position for document in documents[5:]])
         assert (view.committed(settings), view.metadata(settings)) == (4, "")
     finally:

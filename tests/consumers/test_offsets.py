@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from consumers.commit_metadata import MAX_OFFSETS, OffsetBitmap, Progress
 from consumers.offsets import OffsetTracker, PartitionTracker
-from schemas.document import RawMessage, SourcePosition
+from schemas.document import RawMessage, SourcePosition, Suspicion
 
 P0, P1 = ("documents", 0), ("documents", 1)
 
@@ -167,26 +167,124 @@ def test_nothing_more_is_told_once_the_broker_knows_all_and_a_clean_end_is_alway
 
 def test_each_owner_that_dies_with_work_raises_the_count_until_all_of_that_work_is_complete() -> None:
     progress = left(3, 3)
-    for num_crashes in range(4):
+    for num_crashes in range(3):
         tracker = OffsetTracker()
         tracker.assign(P0, 3, progress)
         assert tracker.is_announced == (num_crashes == 0), "the count is told before anything can kill again"
         if num_crashes:
             assert tracker.commits()[P0].progress == left(3, 6, crashes=num_crashes, until=6)
         tracker.start([raw(3), raw(4), raw(5)])
-        assert tracker.num_crashes(raw(5).position) == num_crashes
+        assert tracker.suspicion(raw(5).position) == (Suspicion(num_crashes) if num_crashes else None)
         progress = tracker.commits()[P0].progress
     tracker.start([raw(6)])
-    assert tracker.num_crashes(raw(6).position) == 0, "it was in no dead worker's hands"
+    assert tracker.suspicion(raw(6).position) is None, "it was in no dead worker's hands"
     tracker.complete([raw(3).position, raw(4).position])
-    assert tracker.commits()[P0].progress == left(5, 7, crashes=3, until=6)
+    assert tracker.commits()[P0].progress == left(5, 7, crashes=2, until=6)
     handed_over = tracker.commits(is_clean=True)[P0].progress
     after = OffsetTracker()
     after.assign(P0, 5, handed_over)
     after.start([raw(5), raw(6)])
-    assert after.num_crashes(raw(5).position) == 3, "a clean end is no crash, and forgets none"
+    assert after.suspicion(raw(5).position) == Suspicion(2), "a clean end is no crash, and forgets none"
     tracker.complete([raw(5).position])
     assert tracker.commits()[P0].progress == left(6, 7), "the suspects are through"
+
+
+def suspicions(progress: Progress, offsets: range = range(3, 11)) -> dict[int, Suspicion | None]:
+    """What the next owner of this commit knows of each offset that is not complete."""
+    tracker = OffsetTracker()
+    tracker.assign(P0, progress.base, progress)
+    started = tracker.start([raw(offset) for offset in offsets])
+    return {message.position.offset: tracker.suspicion(message.position) for message in started}
+
+
+def search(lost: range = range(0), alone: int = 0, isolated: range = range(0), clean: bool = False) -> Progress:
+    """Three workers died over 3 to 8, of which 5 is complete; 9 and 10 came later."""
+    return Progress(3, 11, 9, 3, clean, OffsetBitmap.of(3, [5]), lost, alone, isolated)
+
+
+def test_after_three_deaths_the_suspects_run_in_halves_apart_from_what_came_later() -> None:
+    first, second = Suspicion(3, range(3, 6)), Suspicion(3, range(6, 9))
+    assert suspicions(search(clean=True)) == {
+        3: first, 4: first, 6: second, 7: second, 8: second, 9: None, 10: None,
+    }  # fmt: skip
+
+
+def test_the_group_that_a_worker_died_with_is_halved_and_the_other_suspects_stay_together() -> None:
+    others = Suspicion(4, range(7, 9))
+    assert suspicions(search(isolated=range(3, 7))) == {
+        3: Suspicion(4, range(3, 4)), 4: Suspicion(4, range(4, 7)), 6: Suspicion(4, range(4, 7)), 7: others, 8: others,
+        9: None, 10: None,
+    }  # fmt: skip
+    assert suspicions(search(lost=range(3, 7), clean=True))[6] == Suspicion(3, range(4, 7)), "known from earlier ones"
+
+
+def test_a_document_alone_with_dead_workers_is_counted_and_what_was_not_in_the_engine_is_not() -> None:
+    once, twice = search(isolated=range(6, 7)), search(range(6, 7), 1, range(6, 7))
+    assert suspicions(once)[6] == Suspicion(4, range(6, 7), losses_alone=1)
+    assert suspicions(twice)[6] == Suspicion(4, range(6, 7), losses_alone=2)
+    assert [suspicions(twice)[offset] for offset in (4, 8, 9)] == [
+        Suspicion(4, range(3, 6)),
+        Suspicion(4, range(7, 9)),
+        None,
+    ]
+    assert suspicions(search(range(6, 7), 1, range(4, 5)))[4] == Suspicion(4, range(4, 5), losses_alone=1)
+    assert suspicions(search(range(6, 7), 1))[6] == Suspicion(4, range(6, 7), losses_alone=1), (
+        "it was not in the engine"
+    )
+
+
+def test_a_clean_end_in_the_middle_of_an_isolation_is_no_loss() -> None:
+    assert suspicions(search(range(6, 7), 1, range(6, 7), clean=True))[6] == Suspicion(3, range(6, 7), losses_alone=1)
+
+
+def test_a_group_that_was_lost_and_has_been_answered_all_the_same_leaves_the_others_to_be_searched() -> None:
+    assert suspicions(search(range(5, 6), 2))[3] == Suspicion(4, range(3, 7))
+
+
+def test_one_suspect_is_alone_at_once_and_gaps_between_documents_do_not_matter() -> None:
+    progress = Progress(3, 11, 11, 3, True, OffsetBitmap.of(3, [4, 5, 6, 8, 9, 10]))
+    assert suspicions(progress) == {3: Suspicion(3, range(3, 7)), 7: Suspicion(3, range(7, 8))}
+    assert suspicions(Progress(3, 11, 11, 3, True, OffsetBitmap.of(3, range(4, 11)))) == {3: Suspicion(3, range(3, 4))}
+
+
+def test_suspects_beyond_what_metadata_can_tell_are_halved_by_their_offsets() -> None:
+    far = 10**12
+    tracker = OffsetTracker()
+    tracker.assign(P0, 0, left(0, far, crashes=3, until=far, clean=True))
+    assert tracker.suspicion(raw(0).position) == Suspicion(3, range(far // 2))
+
+
+def test_what_runs_alone_is_to_be_told_at_once_and_travels_with_its_partition_only() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0, 3, search(clean=True))
+    tracker.assign(P1, 0)
+    tracker.start([raw(offset) for offset in range(3, 9)] + [raw(0, epoch=2, partition=1)])
+    tracker.acknowledge(tracker.commits())
+    assert (tracker.is_announced, tracker.commits()) == (True, {})
+    tracker.isolate([raw(3).position, raw(6).position, raw(4).position])
+    assert not tracker.is_announced
+    commits = tracker.commits()
+    assert {partition: commit.progress.isolated for partition, commit in commits.items()} == {P0: range(3, 7)}
+    tracker.acknowledge(commits)
+    assert tracker.is_announced
+    tracker.isolate([raw(3).position, raw(6).position])
+    assert tracker.commits() == {}, "the same is not told twice"
+    tracker.isolate([raw(0, epoch=2, partition=1).position])
+    moved = tracker.commits()
+    assert {partition: commit.progress.isolated for partition, commit in moved.items()} == {
+        P0: range(0), P1: range(1),
+    }  # fmt: skip
+    tracker.isolate([raw(3, epoch=7).position])
+    assert not any(commit.progress.isolated for commit in tracker.commits().values()), "of an assignment that is gone"
+
+
+def test_the_search_is_forgotten_once_all_suspects_are_through() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0, 3, search(range(6, 7), 1))
+    tracker.start([raw(offset) for offset in range(3, 12)])
+    assert tracker.commits()[P0].progress.lost == range(6, 7)
+    tracker.complete([raw(offset).position for offset in range(3, 11)])
+    assert tracker.commits()[P0].progress == left(11, 12)
 
 
 def test_a_window_beyond_what_metadata_holds_is_told_as_far_as_it_goes() -> None:

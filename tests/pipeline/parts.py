@@ -82,6 +82,7 @@ class MemorySource:
     def __init__(self, documents: Sequence[Document | RejectedDocument] = ()) -> None:
         self.completed: list[int] = []  # offsets, in the order of completion
         self.handed_back: list[int] = []
+        self.isolated: list[list[int]] = []  # what was noted, one after another
         self.skipped: Counter[Assignment] = Counter()
         self.started = 0  # one past the highest offset that an earlier owner had
         self.dead_letters: list[tuple[SourcePosition, Failure]] = []
@@ -135,6 +136,9 @@ class MemorySource:
 
     def started_before(self, position: SourcePosition) -> int:
         return self.started
+
+    def isolate(self, positions: Sequence[SourcePosition]) -> None:
+        self.isolated.append([position.offset for position in positions])
 
     def expect_no_clean_end(self) -> None: ...
 

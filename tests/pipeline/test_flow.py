@@ -26,7 +26,7 @@ from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
 from pipeline.stored_rows import StoredRow
 from pipeline.supervisor import EngineSupervisor
-from schemas.document import DocumentResult, SourcePosition
+from schemas.document import DocumentResult, SourcePosition, Suspicion
 from schemas.errors import (
     AccountError,
     EngineError,
@@ -499,23 +499,98 @@ def test_the_suspects_of_a_revoked_partition_are_dropped(make_stage: MakeStage) 
     assert stage.balance() == (0, 0)
 
 
-def test_documents_that_were_in_flight_when_three_workers_died_run_alone(make_stage: MakeStage) -> None:
-    documents = [make_document(offset, prompt=f"number {offset}") for offset in range(6)]
-    source = MemorySource([one._replace(crash_count=one.position.offset % 2 * 3) for one in documents])
+def test_documents_that_workers_died_over_run_in_their_groups_with_nothing_else(make_stage: MakeStage) -> None:
+    documents = [make_document(offset, prompt=f"number {offset}") for offset in range(7)]
+    groups = {1: range(3), 2: range(3), 5: range(5, 6)}
+    suspicions = {offset: Suspicion(4, group) for offset, group in groups.items()}
+    source = MemorySource([one._replace(suspicion=suspicions.get(one.position.offset)) for one in documents[:6]])
+    source.add([documents[6]._replace(suspicion=Suspicion(2))])  # two deaths are not enough
     stage = make_stage(source)
-    submitted: list[int] = []
+    submitted: list[tuple[list[int], list[list[int]]]] = []
     stage.flow.open_engine()
     engine = stage.started[0]
     submit = engine.submit
 
     def note(requests: Sequence[InferenceRequest]) -> None:
-        submitted.append(len(requests))
+        numbers = [int(bytes(request.token_ids).decode().removeprefix("number ")) for request in requests]
+        submitted.append((sorted(numbers), list(source.isolated)))
         submit(requests)
 
     engine.submit = note  # type: ignore[method-assign]
+    stage.flow.turn()
+    assert (stage.flow.held()["isolated"], stage.flow.held()["batcher"], stage.balance()[1]) == (1, 4, 0)
     stage.flow.run(until_drained=True)
-    assert submitted == [3, 1, 1, 1]
-    assert len(stage.sink.rows) == 6
+    assert submitted == [([1, 2], [[1, 2]]), ([5], [[1, 2], [5]]), ([0, 3, 4, 6], [[1, 2], [5], []])]
+    assert len(stage.sink.rows) == 7
+    assert stage.balance() == (0, 0)
+
+
+def test_a_group_runs_only_once_the_rows_of_the_one_before_are_stored(make_stage: MakeStage) -> None:
+    documents = [make_document(offset, prompt=f"number {offset}") for offset in range(2)]
+    source = MemorySource(
+        [one._replace(suspicion=Suspicion(3, range(offset, offset + 1))) for offset, one in enumerate(documents)]
+    )
+    stage = make_stage(source)
+    stage.sink.holds = True
+    stage.flow.open_engine()
+    while not stage.sink.held:
+        stage.flow.turn()
+    for _ in range(3):
+        stage.flow.turn()
+    assert (source.isolated, stage.flow.held()["isolated"]) == ([[0]], 1)
+    assert stage.sink.num_flushes >= 3, "nothing else will fill the bulk"
+    stage.sink.release()
+    stage.flow.run(until_drained=True)
+    assert source.isolated == [[0], [1]]
+    assert source.completed == [0, 1]
+
+
+def test_a_document_that_two_workers_died_with_alone_is_convicted_and_never_runs(make_stage: MakeStage) -> None:
+    killer = make_document(0, prompt="killer")._replace(suspicion=Suspicion(5, range(1), losses_alone=2))
+    stage = make_stage(MemorySource([killer, make_document(1, prompt="harmless")]))
+    stage.run()
+    assert stage.started[0].stats.num_prompt_tokens == len("harmless")
+    failure = stage.sink.rows["d0"].failure
+    assert failure is not None
+    assert (failure.code, stage.sink.rows["d0"].attempts) == (FailureCode.ENGINE_LOST, 2)
+    assert failure.message.startswith("5 workers in a row died with this document in flight, the last 2 ")
+    assert stage.sink.rows["d1"].status == "answered"
+    assert [position.offset for position, _ in stage.source.dead_letters] == [0]
+    assert stage.balance() == (0, 0)
+
+
+def test_an_engine_that_is_lost_with_an_isolated_group_is_searched_within_it_and_a_drain_hands_the_others_back(
+    make_stage: MakeStage,
+) -> None:
+    documents = [make_document(offset, prompt=f"number {offset}") for offset in range(3)]
+    groups = (range(2), range(2), range(2, 3))
+    source = MemorySource(
+        [one._replace(suspicion=Suspicion(3, group)) for one, group in zip(documents, groups, strict=True)]
+    )
+    stage = make_stage(source, {"die_after": 0}, {"hang_after": 1})
+    stage.flow.open_engine()
+    while not stage.sink.rows:
+        stage.flow.turn()
+    assert source.isolated == [[0, 1]], "halves of what is noted need no note of their own"
+    assert stage.flow.held()["isolated"] == 1
+    source.epoch = 2
+    stage.flow.drop_what_is_not_ours()
+    assert stage.flow.held()["isolated"] == 0
+    assert stage.balance() == (0, 0)
+
+
+def test_isolated_documents_that_wait_are_handed_back_when_draining(make_stage: MakeStage) -> None:
+    documents = [make_document(offset)._replace(suspicion=Suspicion(3, range(offset, 9))) for offset in range(3)]
+    source = MemorySource(documents)
+    stage = make_stage(source, {"step_seconds": 0.3})
+    stage.flow.open_engine()
+    while not stage.flow.held()["engine"]:
+        stage.flow.turn()
+    stage.flow.request_drain(30.0)
+    stage.flow.run()
+    assert sorted(source.handed_back) == [1, 2]
+    assert source.completed == [0]
+    assert stage.balance() == (0, 0)
 
 
 def test_what_came_before_a_loss_was_found_is_stored_before_another_engine_is_waited_for(

@@ -61,21 +61,6 @@ def test_an_engine_that_is_lost_while_idle_makes_nobody_suspect() -> None:
     assert not suspects.is_active
 
 
-def test_isolated_documents_run_one_at_a_time_in_order_once_the_others_are_through() -> None:
-    suspects = Suspects()
-    suspects.isolate([1, 2])
-    suspects.isolate([3])
-    assert suspects.next_group(5) == ()  # five others are in the engine
-    assert groups_to_the_end(suspects) == [[1], [2], [3]]
-
-
-def test_others_that_are_lost_while_isolated_ones_wait_are_searched_first() -> None:
-    suspects = Suspects()
-    suspects.isolate([9])
-    suspects.lost([1, 2])
-    assert groups_to_the_end(suspects) == [[1], [2], [9]]
-
-
 def test_who_was_dropped_is_suspected_no_more() -> None:
     suspects = Suspects()
     suspects.lost([1, 2, 3, 4])
@@ -89,10 +74,9 @@ def test_who_was_dropped_is_suspected_no_more() -> None:
 class Simulation:
     """An engine of three slots that answers in any order, and documents that keep arriving: `data` decides when."""
 
-    def __init__(self, data: st.DataObject, num_documents: int, killers: set[int], isolated: set[int]) -> None:
+    def __init__(self, data: st.DataObject, num_documents: int, killers: set[int]) -> None:
         self.data = data
         self.killers = killers
-        self.isolated = isolated
         self.arriving = list(range(num_documents))
         self.running: list[int] = []  # submitted or suspected, not ended
         self.suspects = Suspects()
@@ -110,7 +94,6 @@ class Simulation:
             count = self.data.draw(st.integers(1, len(self.arriving)))
             fed, self.arriving = self.arriving[:count], self.arriving[count:]
             self.running += fed
-            self.suspects.isolate([one for one in fed if one in self.isolated])
         if self.suspects.is_active:
             self.suspects.next_group(len(self.in_engine()))
 
@@ -154,9 +137,8 @@ class Simulation:
 def test_every_killer_is_convicted_alone_and_every_innocent_answered_within_bounded_losses(
     data: st.DataObject, num_documents: int, num_turns: int
 ) -> None:
-    documents = st.sets(st.integers(0, num_documents - 1))
-    killers, isolated = data.draw(documents), data.draw(documents)
-    simulation = Simulation(data, num_documents, killers, isolated)
+    killers = data.draw(st.sets(st.integers(0, num_documents - 1)))
+    simulation = Simulation(data, num_documents, killers)
     for _ in range(num_turns):
         simulation.turn()
     simulation.finish()
@@ -169,7 +151,7 @@ def test_every_killer_is_convicted_alone_and_every_innocent_answered_within_boun
 def test_losses_without_a_culprit_convict_nobody_who_was_not_alone_twice(
     data: st.DataObject, num_documents: int, num_turns: int
 ) -> None:
-    simulation = Simulation(data, num_documents, set(), set())
+    simulation = Simulation(data, num_documents, set())
     hit_alone: list[int] = []
     for _ in range(num_turns):
         simulation.turn()
