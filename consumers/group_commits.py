@@ -60,7 +60,7 @@ class GroupCommits:
         """Whether it is time to send what is new; True once for each time."""
         now = self._clock()
         interval = self._settings.commit_interval_seconds
-        if not self._tracker.is_announced:
+        if not self._tracker.is_announced or self._tracker.has_suspects:
             interval = min(interval, _ANNOUNCE_SECONDS)
         if now - self._last_at < interval:
             return False

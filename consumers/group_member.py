@@ -154,7 +154,7 @@ class GroupMember:
         """Sends what is new once a `commit_interval_seconds`; what is refused is sent again with the next.
 
         That work has begun at all is told at once, and so is what runs alone: a worker that dies before it has told so
-        would be forgotten.
+        would be forgotten. Where earlier ones died, all is told at once.
         """
         if self._commits.is_due():
             self._pass_transaction_ends()

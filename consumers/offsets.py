@@ -110,6 +110,11 @@ class PartitionTracker:
         return self._crash_count
 
     @property
+    def has_suspects(self) -> bool:
+        """Whether something is left of what earlier owners died over."""
+        return self._crash_count > 0 and (self.committable or 0) < self._suspect_until
+
+    @property
     def is_announced(self) -> bool:
         """Whether the broker knows of this epoch what a next owner must know after a crash: that there is work, and
         which of it runs alone."""
@@ -246,6 +251,11 @@ class OffsetTracker:
     def is_announced(self) -> bool:
         """Whether the broker knows what next owners must know of every partition after a crash."""
         return all(tracker.is_announced for tracker in self._partitions.values())
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a partition has some: then its next owner should know exactly what is in flight."""
+        return any(tracker.has_suspects for tracker in self._partitions.values())
 
     def assign(self, partition: Partition, begin: int | None = None, left: Progress | None = None) -> int:
         """Begins an epoch for a partition that is not tracked; its number, never given before.

@@ -44,6 +44,7 @@ class Behaviour:
     hang_after: int = -1  # the step does not end
     garbage_after: int = -1  # sends bytes that are no frame
     die_on_token: int = -1  # dies when a prompt that holds this token is stepped
+    end_worker_on_token: int = -1  # likewise, and kills the worker before, as a host does that is out of memory
     hang_on_token: int = -1  # likewise, the step does not end
     not_finite_on_token: int = -1  # likewise, that request fails by NUMERIC_ERROR
     hold_on_token: int = -1  # a prompt that holds this token is never answered
@@ -145,6 +146,9 @@ class FakeEngine:
 
     def _misbehave(self, request: InferenceRequest) -> None:
         behaviour = self._behaviour
+        if behaviour.end_worker_on_token in request.token_ids:
+            os.kill(os.getppid(), 9)
+            os.kill(os.getpid(), 9)
         if self._num_answers == behaviour.die_after or behaviour.die_on_token in request.token_ids:
             os.kill(os.getpid(), 9)
         if self._num_answers == behaviour.fail_after:

@@ -260,13 +260,15 @@ def test_what_runs_alone_is_to_be_told_at_once_and_travels_with_its_partition_on
     tracker.assign(P1, 0)
     tracker.start([raw(offset) for offset in range(3, 9)] + [raw(0, epoch=2, partition=1)])
     tracker.acknowledge(tracker.commits())
-    assert (tracker.is_announced, tracker.commits()) == (True, {})
+    announced = [tracker.is_announced]
+    assert tracker.commits() == {}
     tracker.isolate([raw(3).position, raw(6).position, raw(4).position])
-    assert not tracker.is_announced
+    announced.append(tracker.is_announced)
     commits = tracker.commits()
     assert {partition: commit.progress.isolated for partition, commit in commits.items()} == {P0: range(3, 7)}
     tracker.acknowledge(commits)
-    assert tracker.is_announced
+    announced.append(tracker.is_announced)
+    assert announced == [True, False, True]
     tracker.isolate([raw(3).position, raw(6).position])
     assert tracker.commits() == {}, "the same is not told twice"
     tracker.isolate([raw(0, epoch=2, partition=1).position])
@@ -283,7 +285,10 @@ def test_the_search_is_forgotten_once_all_suspects_are_through() -> None:
     tracker.assign(P0, 3, search(range(6, 7), 1))
     tracker.start([raw(offset) for offset in range(3, 12)])
     assert tracker.commits()[P0].progress.lost == range(6, 7)
+    searched = [tracker.has_suspects]
     tracker.complete([raw(offset).position for offset in range(3, 11)])
+    searched.append(tracker.has_suspects)
+    assert searched == [True, False]
     assert tracker.commits()[P0].progress == left(11, 12)
 
 
