@@ -8,7 +8,7 @@ import pytest
 
 from consumers.commit_metadata import OffsetBitmap, Progress, decode, encode
 from consumers.kafka import KafkaSource
-from schemas.document import Document, RejectedDocument, Suspicion
+from schemas.document import Document, RejectedDocument, SourcePosition, Suspicion
 from schemas.errors import Failure, FailureCode, SourceError, Stage
 from schemas.settings import KafkaSettings
 from tests.consumers.harness import (
@@ -133,6 +133,14 @@ def test_what_runs_alone_is_with_the_broker_before_it_runs_and_convicts_over_the
         }  # fmt: skip
         source.complete([document.position for document in documents])
     assert progress_of(broker_view, settings) == left(10, started=10, clean=True)
+
+
+def test_a_note_that_no_broker_takes_is_waited_for_a_while_and_not_for_ever(
+    settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("consumers.kafka._NOTE_SECONDS", 0.05)
+    KafkaSource(settings).isolate([SourcePosition(settings.topics[0], 0, 3, 1)])  # it never joins the group
+    assert "what runs alone is not noted in Kafka yet" in caplog.text
 
 
 @pytest.mark.parametrize(
