@@ -89,7 +89,7 @@ class Life:
         self._storing: list[Row] = []
         self._in_engine: dict[int, InferenceRequest] = {}
         self._turns_left = ends_after_turns
-        self.stats = EngineStats()
+        self._num_begun_tokens = 0
         self.flow = Flow(
             self.source,
             self,
@@ -143,14 +143,22 @@ class Life:
 
     def _start(self) -> tuple["Life", EngineInfo]:
         self._in_engine.clear()
+        self._num_begun_tokens = 0
         return self, engine_info()
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(num_begun_tokens=self._num_begun_tokens)
 
     def submit(self, requests: Sequence[InferenceRequest]) -> None:
         self._in_engine |= {request.request_id: request for request in requests}
+        self._num_begun_tokens += sum(len(request.token_ids) for request in requests)
         if noted := self.world.noted(self._partitions):
             ((partition, offsets),) = noted
             apart = {f"{partition}-{offset}" for offset in offsets}
             assert {_name(request) for request in self._in_engine.values()} <= apart, "others are in the engine"
+
+    def expect(self, beyond: Mapping[int, int] | None) -> None: ...
 
     def abort(self, request_ids: Iterable[int]) -> None:
         for request_id in request_ids:
@@ -263,6 +271,10 @@ class BrokerSource:
     @property
     def has_assignment(self) -> bool:
         return True
+
+    @property
+    def is_paused(self) -> bool:
+        return False
 
     @property
     def num_in_flight(self) -> int:
