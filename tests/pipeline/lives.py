@@ -89,7 +89,7 @@ class Life:
         self._storing: list[Row] = []
         self._in_engine: dict[int, InferenceRequest] = {}
         self._turns_left = ends_after_turns
-        self._num_begun_tokens = 0
+        self.stats = EngineStats()
         self.flow = Flow(
             self.source,
             self,
@@ -143,16 +143,13 @@ class Life:
 
     def _start(self) -> tuple["Life", EngineInfo]:
         self._in_engine.clear()
-        self._num_begun_tokens = 0
+        self.stats = EngineStats()
         return self, engine_info()
-
-    @property
-    def stats(self) -> EngineStats:
-        return EngineStats(num_begun_tokens=self._num_begun_tokens)
 
     def submit(self, requests: Sequence[InferenceRequest]) -> None:
         self._in_engine |= {request.request_id: request for request in requests}
-        self._num_begun_tokens += sum(len(request.token_ids) for request in requests)
+        num_tokens = sum(len(request.token_ids) for request in requests)
+        self.stats = EngineStats(num_begun_tokens=self.stats.num_begun_tokens + num_tokens)
         if noted := self.world.noted(self._partitions):
             ((partition, offsets),) = noted
             apart = {f"{partition}-{offset}" for offset in offsets}
