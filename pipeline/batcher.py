@@ -62,12 +62,13 @@ class _Lap:
     (last_taken, ..]  still ahead in this one
     """
 
-    __slots__ = ("first", "keys", "last_taken", "ranks", "recent")
+    __slots__ = ("first", "is_begun_anew", "keys", "last_taken", "ranks", "recent")
 
     def __init__(self) -> None:
         self.keys: list[_Key] = []
         self.last_taken: _Key | None = None  # None: at the beginning of a lap
         self.ranks: dict[bytes, bytes] = {}  # group -> its rank, until the next lap begins
+        self.is_begun_anew = False  # before the one before was walked to its end
         self.first: frozenset[bytes] = frozenset()  # groups that begin the lap, whatever their outputs
         self.recent: deque[bytes] = deque(maxlen=_RECENT_GROUPS)  # the groups last taken from
 
@@ -120,11 +121,14 @@ class PrefixBatcher(Generic[T]):
     def begin_laps(self) -> None:
         """The walk goes on from the front, with long outputs: as nothing more comes, nobody is held back by that.
 
-        Before these goes what is left of the groups last taken from: the engine has their blocks yet.
+        Before these goes what is left of the groups last taken from: the engine has their blocks yet. Where more comes
+        after all, and then nothing again, a lap that was begun so is walked to its end first.
         """
         for lap in self._laps.values():
-            lap.last_taken = None
-            lap.first = frozenset(lap.recent)
+            if not lap.is_begun_anew:
+                lap.is_begun_anew = True
+                lap.last_taken = None
+                lap.first = frozenset(lap.recent)
 
     def add(
         self,
@@ -232,7 +236,8 @@ class PrefixBatcher(Generic[T]):
                 del lap.keys[start:end]
             if start < len(lap.keys):
                 break
-            lap.last_taken, lap.first = None, frozenset()  # the lap is done; the next begins at the front
+            lap.last_taken = None  # the lap is done; the next begins at the front
+            lap.is_begun_anew, lap.first = False, frozenset()
         self._drop_if_empty(priority)
         return chosen
 

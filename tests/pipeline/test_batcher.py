@@ -119,6 +119,18 @@ def test_when_nothing_more_comes_the_walk_begins_anew_with_what_the_engine_has_y
     assert batcher.next_batch(1000, now=0.0) == ["e", "b2"]  # the next lap has no groups that come first
 
 
+def test_lulls_in_a_trickle_of_long_outputs_hold_nobody_back_twice() -> None:
+    batcher = make()
+    add(batcher, "short", (A,), outputs=8)
+    add(batcher, "b", (B,), outputs=16)
+    assert batcher.next_batch(10, now=0.0) == ["b"]
+    for name, group, next_ones in (("long", C, ["long"]), ("longer", B, ["short"]), ("longest", A, ["longest"])):
+        add(batcher, name, (group,), outputs=512)
+        batcher.begin_laps()
+        assert batcher.next_batch(10, now=0.0) == next_ones
+    assert batcher.next_batch(10, now=0.0) == ["longer"]
+
+
 def test_higher_priority_goes_first_also_when_it_arrives_later() -> None:
     batcher = make()
     add(batcher, "low", (A,), priority=-1)
