@@ -75,7 +75,7 @@ class Ledger:
     """The accounts by book, and every open document by its position: who is delivered must end, and only once.
 
     The pipeline's thread owns it. Its `num_open` is neither what the trackers have nor what stands in the queues: the
-    three are compared (Flow.check_account).
+    three are compared (pipeline/reconciliation.py).
     """
 
     def __init__(self, total: Account) -> None:

@@ -7,6 +7,7 @@ fail ──> dead letter, acknowledged ───^          └──────
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Protocol
 
 from consumers.source import Source
@@ -14,9 +15,9 @@ from pipeline.account import Outcome, Totals
 from pipeline.failure_limits import FailureLimits, Gate
 from pipeline.results import build_rejection_row
 from pipeline.retry import Verdict
-from pipeline.rows import Row
+from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
-from schemas.document import SourcePosition
+from schemas.document import Document, RejectedDocument, SourcePosition
 from schemas.errors import Failure, FailureCode
 
 
@@ -34,10 +35,17 @@ class OutgoingRows:
     """Owned by the pipeline's thread; `acknowledged` and `rejected` are called by the sink's."""
 
     def __init__(
-        self, source: Source, sink: RowSink, totals: Totals, limits: FailureLimits, clock: Callable[[], float]
+        self,
+        source: Source,
+        sink: RowSink,
+        rows: RowBuilder,
+        totals: Totals,
+        limits: FailureLimits,
+        clock: Callable[[], float],
     ) -> None:
         self._source = source
         self._sink = sink
+        self._rows_of = rows
         self._totals = totals
         self._limits = limits
         self._clock = clock
@@ -94,6 +102,17 @@ class OutgoingRows:
             self._has_news.set()
 
         self._source.dead_letter(position, result.job, failure, on_acknowledged)
+
+    def fail_document(self, document: Document | RejectedDocument, failure: Failure, tries: int = 1) -> None:
+        """`fail` of a document without an output."""
+        self.fail(self._rows_of.failure_row(document, failure, datetime.now(UTC), tries), failure)
+
+    def hand_back(self, positions: Sequence[SourcePosition]) -> None:
+        """These end without a row: their next owner does them."""
+        for position in positions:
+            self._totals.ledger.end(position, Outcome.HANDED_BACK)
+        if positions:
+            self._source.hand_back(positions)
 
     def store(self) -> None:
         """Hands the sink what it has room for. Raises SinkError where the sink has stopped."""

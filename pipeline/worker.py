@@ -146,7 +146,7 @@ class Worker:
             sink.close()
             flow.close()
             flow.hand_back_storing()
-            flow.close_account()
+            flow.reconciliation.close()
             summary = RunSummary(flow.totals, flow.engine_stats, flow.num_in_flight)
         logger.info("worker ended", **summary.event())
         if stopped_by is not None:

@@ -16,9 +16,11 @@ import pytest
 
 from engine.client import DEFAULT_COMMAND, EngineClient
 from pipeline.account import Outcome
+from pipeline.arrivals import LULL_SECONDS
 from pipeline.failure_limits import FailureLimits
-from pipeline.flow import ACCOUNT_PATIENCE_SECONDS, LULL_SECONDS, WAIT_SECONDS, Flow
+from pipeline.flow import WAIT_SECONDS, Flow
 from pipeline.prompts import PromptBuilder, compile_tasks
+from pipeline.reconciliation import PATIENCE_SECONDS
 from pipeline.redelivery import LookUp
 from pipeline.results import WorkerIdentity, row_version
 from pipeline.retry import Verdict
@@ -914,12 +916,12 @@ def test_a_document_that_is_in_no_queue_stops_the_worker_once_that_lasts(make_st
     stage.flow.open_engine()
     stage.flow.turn()
     stage.flow._window._running.popitem()
-    for _ in range(int(ACCOUNT_PATIENCE_SECONDS) - 1):
+    for _ in range(int(PATIENCE_SECONDS) - 1):
         clock.advance(1.0)
-        stage.flow.check_account()
+        stage.flow.reconciliation.check()
     clock.advance(2.0)
     with pytest.raises(AccountError, match=r"delivered 3 = indexed 0 .* in flight 2, and the source has handed out 3"):
-        stage.flow.check_account()
+        stage.flow.reconciliation.check()
 
 
 def test_a_document_that_the_source_never_hears_of_is_an_imbalance_of_the_run(make_stage: MakeStage) -> None:
@@ -932,11 +934,11 @@ def test_a_document_that_the_source_never_hears_of_is_an_imbalance_of_the_run(ma
     lost = stage.flow._window._running.popitem()[1]
     stage.flow.totals.ledger.end(lost.prepared.document.position, Outcome.INDEXED)
     assert stage.balance() == (2, 0), "the account alone does not show it"
-    stage.flow.check_account()
-    clock.advance(ACCOUNT_PATIENCE_SECONDS)
+    stage.flow.reconciliation.check()
+    clock.advance(PATIENCE_SECONDS)
     with pytest.raises(AccountError, match="handed out 3 of which 2 are open here"):
-        stage.flow.check_account()
-    stage.flow.close_account(timeout_seconds=0.0)
+        stage.flow.reconciliation.check()
+    stage.flow.reconciliation.close(timeout_seconds=0.0)
     assert stage.flow.totals.disagreement == 1
 
 
@@ -948,5 +950,5 @@ def test_documents_of_a_lost_assignment_are_no_disagreement(make_stage: MakeStag
     while len(stage.sink.held) < 2:
         stage.flow.turn()
     source.epoch = 2
-    stage.flow.close_account(timeout_seconds=0.0)
+    stage.flow.reconciliation.close(timeout_seconds=0.0)
     assert stage.flow.totals.disagreement == 0
