@@ -63,10 +63,14 @@ class Servers:
             settings[part] = {**settings.get(part, {}), **values}
         return {**settings, "tasks": TASKS}
 
-    def create_topic(self, num_partitions: int, replication_factor: int = 1) -> None:
+    def create_topic(
+        self, num_partitions: int, replication_factor: int = 1, configs: Mapping[str, str] | None = None
+    ) -> None:
         admin = KafkaAdminClient(bootstrap_servers=self.kafka)
         try:
-            admin.create_topics([NewTopic(self.topic, num_partitions, replication_factor)])
+            admin.create_topics(
+                [NewTopic(self.topic, num_partitions, replication_factor, topic_configs=dict(configs or {}))]
+            )
         finally:
             admin.close()
 

@@ -88,6 +88,11 @@ class WorkerProcess:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     @property
+    def peak_resident_bytes(self) -> int:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+    @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
