@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pipeline.account import Totals
-from pipeline.sink import SinkStats
+from pipeline.sink_stats import SinkStats
 from schemas.inference import EngineStats
 
 

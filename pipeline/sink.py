@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 import structlog
 from elasticsearch import Elasticsearch
 
-from pipeline.breaker import BreakerState, CircuitBreaker
+from pipeline.breaker import CircuitBreaker
 from pipeline.bulk import BulkOutcome, BulkWriter, OutboundRow, RowUnencodable, encode_row
 from pipeline.congestion import CongestionWindow
 from pipeline.connection import check_reachable, connect
 from pipeline.index import check_index, ensure_index
 from pipeline.results import row_id
 from pipeline.retry import BreakerOpen, TemporaryRefusal, Verdict, call_until_taken
-from pipeline.stored_rows import StoredRow, look_up
+from pipeline.sink_stats import SinkStats
+from pipeline.stored_rows import StoredRow, look_up_patiently
 from schemas.document import DocumentResult, Identity, SourcePosition
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.settings import ElasticsearchSettings
@@ -44,28 +45,6 @@ class RejectedRow:
     index: str
     version: int
     failure: Failure
-
-
-@dataclass(frozen=True, slots=True)
-class SinkStats:
-    """Counters since the start, and gauges of now."""
-
-    num_bulks: int = 0
-    num_retries: int = 0
-    num_bytes: int = 0  # sent, again included
-    num_stored: int = 0
-    num_already_done: int = 0
-    num_superseded: int = 0
-    num_rejected: int = 0
-    num_pending: int = 0
-    pending_bytes: int = 0
-    num_waiting: int = 0  # of these, not in a writer's hands
-    num_breaker_openings: int = 0
-    breaker: BreakerState = BreakerState.CLOSED
-    num_calling: int = 0
-    bulk_seconds: float = 0.0  # of calls, summed
-    bulk_documents: int = 0  # what a call may hold now
-    bulk_calls: int = 0  # how many may be under way now
 
 
 class ElasticsearchSink:
@@ -183,20 +162,11 @@ class ElasticsearchSink:
         client = self._client
         assert client is not None, "looked up before the start"
         rows = [(index if index is not None else self._settings.index, row_id) for index, row_id in wanted]
-
-        def attempt() -> list[StoredRow | None]:
-            self._breaker.permit()
-            try:
-                found = look_up(client, rows)
-            except TemporaryRefusal:
-                self._breaker.failed()
-                raise
-            self._breaker.succeeded()
-            return found
-
         try:
-            return call_until_taken(
-                attempt,
+            return look_up_patiently(
+                client,
+                rows,
+                self._breaker,
                 stop=self._stopping,
                 max_backoff_seconds=self._settings.max_backoff_seconds,
                 on_retry=self._note_retry,
@@ -386,15 +356,7 @@ class ElasticsearchSink:
             (Verdict.SUPERSEDED, outcome.superseded),
         )
         with self._lock:
-            stats = self._stats
-            self._stats = replace(
-                stats,
-                num_bulks=stats.num_bulks + outcome.num_calls,
-                num_bytes=stats.num_bytes + outcome.num_bytes,
-                num_stored=stats.num_stored + len(outcome.stored),
-                num_already_done=stats.num_already_done + len(outcome.already_done),
-                num_superseded=stats.num_superseded + len(outcome.superseded),
-            )
+            self._stats = self._stats.with_outcome(outcome)
         for verdict, rows in acknowledged:
             if rows:
                 self._on_acknowledged([row.position for row in rows], verdict)

@@ -1,11 +1,21 @@
-"""What Elasticsearch holds of given rows: version and origin, by (index, _id). Reads only, and waits for nothing."""
+"""What Elasticsearch holds of given rows: version and origin, by (index, _id). Reads only."""
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elasticsearch import Elasticsearch
 
-from pipeline.retry import Verdict, errors_judged, judge_row, refusal, why_stop
+from pipeline.breaker import CircuitBreaker
+from pipeline.retry import (
+    TemporaryRefusal,
+    Verdict,
+    call_until_taken,
+    errors_judged,
+    judge_row,
+    refusal,
+    why_stop,
+)
 from schemas.document import ResultSource, SourcePosition
 from schemas.errors import SinkError
 
@@ -36,6 +46,33 @@ def look_up(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> list[St
     for start in range(0, len(wanted), LOOK_UP_ROWS):
         found += _look_up_some(client, wanted[start : start + LOOK_UP_ROWS])
     return found
+
+
+def look_up_patiently(
+    client: Elasticsearch,
+    wanted: Sequence[tuple[str, str]],
+    breaker: CircuitBreaker,
+    *,
+    stop: threading.Event,
+    max_backoff_seconds: float,
+    on_retry: Callable[[BaseException, float], None],
+) -> list[StoredRow | None]:
+    """`look_up`, waiting where Elasticsearch is away, and no more often than the breaker permits.
+
+    Raises SinkError where it will never answer, TemporaryRefusal where `stop` ended the waiting.
+    """
+
+    def attempt() -> list[StoredRow | None]:
+        breaker.permit()
+        try:
+            found = look_up(client, wanted)
+        except TemporaryRefusal:
+            breaker.failed()
+            raise
+        breaker.succeeded()
+        return found
+
+    return call_until_taken(attempt, stop=stop, max_backoff_seconds=max_backoff_seconds, on_retry=on_retry)
 
 
 def _look_up_some(client: Elasticsearch, wanted: Sequence[tuple[str, str]]) -> Iterator[StoredRow | None]:

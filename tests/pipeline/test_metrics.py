@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.account import Account, Totals
 from pipeline.metrics import Readings, WorkerMetrics
-from pipeline.sink import SinkStats
+from pipeline.sink_stats import SinkStats
 from schemas.inference import EngineStats
 
 
