@@ -37,7 +37,8 @@ test: $(VENV)/installed-dev model
 test-long: $(VENV)/installed-dev model
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 3600
 
-# As many rounds as fit into SECONDS; or ROUNDS of them; SEED alone replays that round. Needs a JDK and Maven.
+# As many rounds as fit into SECONDS; or ROUNDS of them (the long form: 1000, an hour on 2 cores); SEED alone replays
+# that round by itself. Needs a JDK and Maven.
 chaos: SECONDS ?= 300
 chaos: $(VENV)/installed-dev
 	$(BIN)/python -m tests.chaos.driver --seconds $(SECONDS) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED))

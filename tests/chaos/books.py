@@ -16,6 +16,7 @@ class Outcome:
     num_again: int = 0  # answers computed beyond the first one of a document
     num_lost: int = 0  # documents that retention took and the workers named
     num_dead_letters_again: int = 0
+    num_killed: int = 0  # workers, by a document
     came: list[FaultKind] = field(default_factory=list)  # a round that is done does not wait for what is left
     findings: list[str] = field(default_factory=list)  # none: all held
     ended: list[str] = field(default_factory=list)  # last words of workers that ended by themselves
@@ -23,6 +24,7 @@ class Outcome:
     def line(self) -> str:
         num_documents = len(self.made.every)
         lost = f", {self.num_lost} lost as said" if self.num_lost else ""
+        lost += f", {self.num_killed} workers killed by a document" if self.num_killed else ""
         return (
             f"seed {self.made.seed}: {'FAILED' if self.findings else 'holds'} in {self.seconds:.1f} s; "
             f"{num_documents} documents, {self.num_again} computed again ({self.num_again / num_documents:.1%}){lost}; "

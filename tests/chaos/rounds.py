@@ -20,7 +20,9 @@ REAL_ENGINE_EVERY = 10
 KILLER_EVERY = 8  # finding one out costs several engines
 LATE_FROM = 5000  # numbers of documents of a partition that is added
 AGAIN = " again"  # ends the name of a document's second delivery
-KILLER_TOKEN, NOT_FINITE_TOKEN = 60_001, 60_002  # in a prompt: what the engine without a model does on it
+# In a prompt: what the engine without a model does on it. The last one takes the worker down with it.
+KILLER_TOKEN, NOT_FINITE_TOKEN, WORKER_KILLER_TOKEN = 60_001, 60_002, 60_003
+WORKER_KILLER = "worker killer"
 
 
 # Rounds that did not hold once, or cost more than they should have, and what they showed. Every run begins with them.
@@ -72,6 +74,8 @@ class FaultKind(StrEnum):
 
 
 TOPIC_FAULTS = frozenset({FaultKind.ADD_PARTITION, FaultKind.REMAKE_TOPIC, FaultKind.TRUNCATE, FaultKind.TRUNCATE_AWAY})
+# Two deaths from outside over one document that runs alone are not to be told from a killer's.
+DEATHS = frozenset({FaultKind.KILL_WORKER, FaultKind.OUST_WORKER, FaultKind.TRUNCATE})
 LOSSES = frozenset({FaultKind.TRUNCATE, FaultKind.TRUNCATE_AWAY})  # of documents, which the worker must name
 
 
@@ -159,6 +163,11 @@ class Round:
         """All documents, in the order in which they are sent."""
         return self.sent + self.late
 
+    @property
+    def kills_workers(self) -> bool:
+        """Whether a document does."""
+        return any(one.name == WORKER_KILLER for one in self.sent)
+
     def has(self, kinds: Container[FaultKind]) -> bool:
         return any(fault.kind in kinds for fault in self.faults)
 
@@ -234,6 +243,8 @@ def _with_more(drawn: Round, random: Random) -> Round:
         sasl_mechanism=mechanism if protocol.startswith("SASL") else None,
         has_tls_node=random.random() < 0.25,
     )
+    if random.random() < 0.04 and not made.has_real_engine and not made.has(TOPIC_FAULTS):
+        made = _with_worker_killer(made, random)
     if made.has({FaultKind.ADD_PARTITION}):
         late = [_good(LATE_FROM + i, random) for i in range(random.randint(1, 60))]
         return replace(made, late=tuple([replace(one, partition=made.num_partitions) for one in late]))
@@ -243,6 +254,18 @@ def _with_more(drawn: Round, random: Random) -> Round:
         faults = [replace(fault, after_answers=min(fault.after_answers, latest)) for fault in made.faults]
         return replace(made, faults=tuple(faults))
     return made
+
+
+def _with_worker_killer(made: Round, random: Random) -> Round:
+    """A document that kills engine and worker at once, and no more than one other death of a worker."""
+    value = document(id=WORKER_KILLER, prompt_token_ids=[1, WORKER_KILLER_TOKEN])
+    partition = random.randrange(made.num_partitions)
+    killer = Sent(WORKER_KILLER, partition, value, expected=FailureCode.ENGINE_LOST, document_id=WORKER_KILLER)
+    sent = list(made.sent)
+    _insert(random, sent, [killer])
+    deaths = [fault for fault in made.faults if fault.kind in DEATHS]
+    faults = [fault for fault in made.faults if fault not in deaths[1:]]
+    return replace(made, sent=tuple(sent), faults=tuple(faults))
 
 
 # Every prompt holds its document's number: an engine's record of what it has computed then tells documents apart.

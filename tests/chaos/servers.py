@@ -23,13 +23,10 @@ USER, PASSWORD = "chaos", "correct horse"
 SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 
 # A node that refuses early, for real: 413 past MAX_BODY_BYTES, 429 for a whole bulk while so much is being indexed,
-# 429 for single rows of a bulk for many shards.
-CRAMPED = {
-    "http.max_content_length": f"{MAX_BODY_BYTES}b",
-    "indexing_pressure.memory.limit": "400kb",
-    "thread_pool.write.size": "1",
-    "thread_pool.write.queue_size": "3",
-}
+# 429 for single rows of a bulk for many shards. Its room grows with the lanes, more slowly than what they ask of it.
+CRAMPED = {"http.max_content_length": f"{MAX_BODY_BYTES}b", "thread_pool.write.size": "1"}
+LIMIT_KB, LIMIT_KB_PER_LANE = 300, 100
+QUEUE, QUEUE_PER_LANE = 2, 1
 # Disks stay as empty as they are: what a round leaves is deleted after it, and soon.
 TIDY = {"log.segment.delete.delay.ms": "1000", "log.index.size.max.bytes": "65536", "num.network.threads": "1"}
 
@@ -170,7 +167,12 @@ def open_servers(directory: Path, num_lanes: int) -> Iterator[tuple[Servers, Seq
         starting = keepers[0].submit(
             lambda: KafkaBroker.start(directory / "kafka", {USER: PASSWORD}, listeners, **TIDY)
         )
-        node = keepers[1].submit(lambda: ElasticsearchNode.start(directory / "elasticsearch", **CRAMPED)).result()
+        room = {
+            **CRAMPED,
+            "indexing_pressure.memory.limit": f"{LIMIT_KB + LIMIT_KB_PER_LANE * num_lanes}kb",
+            "thread_pool.write.queue_size": f"{QUEUE + QUEUE_PER_LANE * num_lanes}",
+        }
+        node = keepers[1].submit(lambda: ElasticsearchNode.start(directory / "elasticsearch", **room)).result()
         stack.callback(node.stop)
         broker = starting.result()
         stack.callback(broker.stop)
