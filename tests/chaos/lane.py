@@ -169,7 +169,8 @@ class Lane:
     ) -> None:
         findings = outcome.findings
         for worker in crew.stopped:
-            if worker.exit_code == 1 and topic.is_foretold(worker):
+            # Our SIGTERM may come when it has said its last words and has but to end.
+            if worker.exit_code in (1, -signal.SIGTERM) and topic.is_foretold(worker):
                 findings += checks.check_ended(worker)
                 continue
             findings += checks.check_stopped(worker, worker not in faults.without_whole_log)

@@ -75,7 +75,9 @@ class Servers:
             admin.close()
 
     def produce(self, sent: Iterable[Sent]) -> None:
-        producer = KafkaProducer(bootstrap_servers=self.kafka, **PRODUCER_OPTIONS)
+        # One request at a time: a batch that is sent again would come behind the next one, and places be others.
+        options = {**PRODUCER_OPTIONS, "max_in_flight_requests_per_connection": 1}
+        producer = KafkaProducer(bootstrap_servers=self.kafka, **options)
         try:
             records = [
                 producer.send(
