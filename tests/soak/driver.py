@@ -68,11 +68,12 @@ def soak(
     servers = Servers(kafka, elasticsearch, name, {})
     feeder = Feeder(servers, num_ids, backlog)
     settings = _settings(servers, write_tiny_model(directory / "model"))
-    worker = WorkerProcess(directory, name, settings, command=_worker_command())
+    blocks = directory / "blocks"
+    worker = WorkerProcess(directory, name, settings, command=_worker_command(blocks))
     try:
         feeder.start()
         worker.wait_until_ready()
-        sampler = Sampler(worker, [os.getpid(), *pids], [directory])
+        sampler = Sampler(worker, blocks, [os.getpid(), *pids], [directory])
         samples = _sample(sampler, feeder, worker, seconds, sample_seconds, directory / "samples.jsonl", tell)
         feeder.stop()
         _drain(feeder, worker)
@@ -159,9 +160,9 @@ def _settings(servers: Servers, model: Path) -> dict[str, Any]:
     }
 
 
-def _worker_command() -> list[str]:
+def _worker_command(blocks: Path) -> list[str]:
     engine_command = json.dumps(list(fake_engine_command()))
-    return ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.chaos.worker", engine_command]
+    return ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.soak.worker", str(blocks), engine_command]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from kafka import KafkaAdminClient, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic, OffsetSpec
-from kafka.errors import CoordinatorNotAvailableError
+from kafka.errors import RetriableError
 
 from tests.e2e.servers import Servers
 
@@ -103,10 +103,10 @@ class Feeder:
         self.check()
 
     def refresh(self) -> None:
-        """Reads anew what is committed. After `stop`."""
+        """Reads anew what is committed; what was read last stands where that cannot be had now. After `stop`."""
         try:
             offsets = self._admin.list_group_offsets(self._servers.name)[self._servers.name]
-        except CoordinatorNotAvailableError:  # before the first group comes to this broker
+        except RetriableError:  # as before the first group has come to this broker
             return
         topic = self._servers.topic
         self._committed = {one.partition: max(0, at.offset) for one, at in offsets.items() if one.topic == topic}

@@ -12,10 +12,12 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Sampler:
-    """`take(lag)` -> a Sample. `pids` are the processes that are ours beside the worker and its engine."""
+    """`take(lag)` -> a Sample. `pids` are the processes that are ours beside the worker and its engine; `blocks` is the
+    file where the worker writes the number of its blocks."""
 
-    def __init__(self, worker: WorkerProcess, pids: Iterable[int], folders: Iterable[Path]) -> None:
+    def __init__(self, worker: WorkerProcess, blocks: Path, pids: Iterable[int], folders: Iterable[Path]) -> None:
         self._worker = worker
+        self._blocks = blocks
         self._pids = list(pids)
         self._folders = list(folders)
         (self.engine_pid,) = worker.engine_pids()
@@ -43,6 +45,7 @@ class Sampler:
             seconds=now - self._started,
             worker=worker,
             engine=engine,
+            num_blocks=int(self._blocks.read_text()),
             num_ended=int(summed("pagemill_documents_ended_total")),
             waiting_seconds=of_part("waiting"),
             engine_seconds=of_part("engine"),

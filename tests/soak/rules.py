@@ -14,6 +14,7 @@ MIB = 2**20
 WARM_UP_SHARE = 0.25
 MAX_FIT_POINTS = 240  # a fit looks at all their pairs
 MAX_GROWTH_PER_HOUR = 2 * MIB
+MAX_BLOCKS_PER_HOUR = 40_000  # of Python's allocator, 50 bytes or so each: about the same
 NOISE_SPREADS = 3.0  # growth within so many median deviations from the line is noise
 MAX_TENTHS_RATIO = 1.05  # memory: the last tenth's median to that of the first tenth after the warm-up
 MAX_MORE_HANDLES = 3  # descriptors and threads: as above, difference of the medians
@@ -41,6 +42,7 @@ class Sample:
     seconds: float  # since the soak's start
     worker: ProcessSample
     engine: ProcessSample
+    num_blocks: int  # that the worker's Python holds
     num_ended: int
     waiting_seconds: float  # of all ended documents: taken from the source to handed to the engine
     engine_seconds: float  # to its output
@@ -165,11 +167,14 @@ def judge_trends(samples: Sequence[Sample], least_lag: int) -> list[Finding]:
     settled = without_warm_up(samples)
     findings = []
     for name, read in _PROCESSES.items():
-        findings.append(judge_memory(f"{name} memory", [(one.seconds, float(read(one).rss)) for one in settled]))
+        memory = [(one.seconds, read(one).rss / MIB) for one in settled]
+        findings.append(judge_growth(f"{name} memory", memory, MAX_GROWTH_PER_HOUR / MIB, "MiB"))
         for what in ("num_descriptors", "num_threads"):
             first, last = _tenths([float(getattr(read(one), what)) for one in settled])
             rule = f"{name} {what.removeprefix('num_')}"
             findings.append(Finding(rule, last - first <= MAX_MORE_HANDLES, f"{first:g} to {last:g}"))
+    blocks = [(one.seconds, one.num_blocks / 1000) for one in settled]
+    findings.append(judge_growth("worker objects", blocks, MAX_BLOCKS_PER_HOUR / 1000, "thousand blocks"))
     latencies = minute_medians(settled, lambda interval: interval.latency_ms)
     findings.append(judge_ratio("latency", latencies, MAX_LATENCY_RATIO, "ms"))
     cpu = minute_medians(settled, lambda interval: interval.worker_cpu_ms)
@@ -179,18 +184,18 @@ def judge_trends(samples: Sequence[Sample], least_lag: int) -> list[Finding]:
     return findings
 
 
-def judge_memory(rule: str, points: Sequence[tuple[float, float]]) -> Finding:
-    """Points are (seconds, bytes). It grows where a robust line rises by more than 2 MiB an hour, and over the points
+def judge_growth(rule: str, points: Sequence[tuple[float, float]], max_per_hour: float, unit: str) -> Finding:
+    """Points are (seconds, size). It grows where a robust line rises by more than `max_per_hour`, and over the points
     by more than noise; or where the last tenth is over 5% above the first."""
     slope, noise = robust_line(points)
     growth = slope * (points[-1][0] - points[0][0])
     first, last = _tenths([size for _, size in points])
-    grows = slope * 3600 > MAX_GROWTH_PER_HOUR and growth > noise
+    grows = slope * 3600 > max_per_hour and growth > noise
     return Finding(
         rule,
         not grows and last <= MAX_TENTHS_RATIO * first,
-        f"{first / MIB:.1f} to {last / MIB:.1f} MiB, {slope * 3600 / MIB:+.2f} MiB/h by a robust line; "
-        f"{growth / MIB:+.2f} MiB over it, noise {noise / MIB:.2f} MiB",
+        f"{first:.1f} to {last:.1f} {unit}, {slope * 3600:+.2f} an hour by a robust line (at most {max_per_hour:g}); "
+        f"{growth:+.2f} over it, noise {noise:.2f}",
     )
 
 
@@ -235,7 +240,8 @@ def minute_medians(samples: Sequence[Sample], read: Callable[[Interval], float])
 
 HEADINGS = (
     ("minutes", 11), ("docs/s", 7), ("latency ms", 11), ("storing", 8), ("step ms", 8), ("CPU ms/doc", 11),
-    ("worker MiB", 11), ("anon", 6), ("fds", 5), ("thr", 4), ("engine MiB", 11), ("anon", 6), ("fds", 5), ("thr", 4),
+    ("blocks k", 9), ("worker MiB", 11), ("anon", 6), ("fds", 5), ("thr", 4),
+    ("engine MiB", 11), ("anon", 6), ("fds", 5), ("thr", 4),
     ("in flight", 10), ("outbox", 7), ("lag min", 8), ("others", 7), ("load", 6), ("disk MiB", 9),
 )  # fmt: skip
 
@@ -259,6 +265,7 @@ def row(samples: Sequence[Sample]) -> str:
         f"{middle(lambda part: part.storing_ms):.0f}",
         f"{middle(lambda part: part.step_ms):.3f}",
         f"{whole.worker_cpu_ms:.3f}",
+        f"{median(one.num_blocks for one in samples) / 1000:.0f}",
     ]
     for read in _PROCESSES.values():
         cells += [

@@ -14,7 +14,7 @@ from tests.soak.rules import (
     Sample,
     heading,
     judge_books,
-    judge_memory,
+    judge_growth,
     judge_ratio,
     judge_trends,
     minute_medians,
@@ -49,6 +49,7 @@ def sample_at(seconds: float, **changes: Any) -> Sample:
         seconds=seconds,
         worker=worker,
         engine=PROCESS,
+        num_blocks=900_000,
         num_ended=documents,
         waiting_seconds=0.5 * documents,
         engine_seconds=0.5 * documents,
@@ -68,6 +69,10 @@ def sample_at(seconds: float, **changes: Any) -> Sample:
 HOUR = [sample_at(5.0 * number) for number in range(721)]
 
 
+def holds(mebibytes: list[tuple[float, float]]) -> bool:
+    return judge_growth("memory", mebibytes, 2.0, "MiB").holds
+
+
 def broken_rules(samples: list[Sample]) -> list[str]:
     return [finding.rule for finding in judge_trends(samples, 10_000) if not finding.holds]
 
@@ -79,24 +84,30 @@ def test_a_steady_hour_holds_every_rule() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_leak_of_a_mebibyte_a_minute_is_seen_in_noise_and_noise_alone_is_not(seed: int) -> None:
     draw = Random(seed)
-    noisy = [(5.0 * number, 200 * MIB + draw.uniform(-5, 5) * MIB) for number in range(540)]
-    leaking = [(seconds, size + seconds / 60 * MIB) for seconds, size in noisy]
-    assert judge_memory("memory", noisy).holds
-    assert not judge_memory("memory", leaking).holds
+    noisy = [(5.0 * number, 200 + draw.uniform(-5, 5)) for number in range(540)]
+    leaking = [(seconds, size + seconds / 60) for seconds, size in noisy]
+    assert holds(noisy)
+    assert not holds(leaking)
 
 
 def test_a_leak_of_four_mebibytes_an_hour_is_seen_where_memory_is_quiet() -> None:
-    def grown(mib_per_hour: float) -> list[tuple[float, float]]:
-        return [(5.0 * n, 200 * MIB + mib_per_hour * MIB * 5 * n / 3600 + (n % 3) * MIB / 8) for n in range(540)]
+    def grown(an_hour: float) -> list[tuple[float, float]]:
+        return [(5.0 * number, 200 + an_hour * 5 * number / 3600 + number % 3 / 8) for number in range(540)]
 
-    assert judge_memory("memory", grown(1.9)).holds
-    assert not judge_memory("memory", grown(4.0)).holds
+    assert holds(grown(1.9))
+    assert not holds(grown(4.0))
 
 
 def test_memory_that_jumps_once_near_the_end_is_seen_by_its_tenths() -> None:
-    points = [(float(n), 200.0 * MIB if n < 480 else 212.0 * MIB) for n in range(540)]
+    points = [(float(number), 200.0 if number < 480 else 212.0) for number in range(540)]
     assert robust_line(points)[0] == 0.0
-    assert not judge_memory("memory", points).holds
+    assert not holds(points)
+
+
+def test_objects_that_grow_are_seen_where_memory_does_not() -> None:
+    """As where a leak fills what fragmentation has left free."""
+    samples = [dataclasses.replace(one, num_blocks=900_000 + 25 * int(one.seconds)) for one in HOUR]
+    assert broken_rules(samples) == ["worker objects"]
 
 
 def test_a_robust_line_is_exact_on_a_line_and_does_not_follow_outliers() -> None:
