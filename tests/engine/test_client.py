@@ -97,8 +97,18 @@ def test_every_request_has_exactly_one_output_and_the_stats_follow() -> None:
         outputs = collect(client, len(requests))
         assert client.poll(0.0) == []
         assert client.stats.num_waiting == 0
-        assert client.stats.num_prompt_tokens == 6000
+        assert client.stats.num_prompt_tokens == client.stats.num_begun_tokens == 6000
     assert outputs == [answer(request) for request in requests]
+
+
+def test_what_is_yet_to_come_is_no_request() -> None:
+    requests = make_requests(3)
+    with running_client() as client:
+        client.expect({64: 1000, 8: 20})
+        client.submit(requests)
+        client.expect(None)
+        assert collect(client, 3) == [answer(request) for request in requests]
+        assert client.poll(0.0) == []
 
 
 def test_one_thread_submits_while_another_polls() -> None:
