@@ -25,7 +25,7 @@ from tests.e2e.workers import worker_environment
 from tests.servers.jdk import what_is_missing
 from tests.tiny_models import write_tiny_model
 
-NUM_LANES = 5
+NUM_LANES = 4  # fill two cores; with more, sessions time out
 TOTALS_EVERY = 10  # rounds
 
 
