@@ -25,7 +25,7 @@ from kernels.attention import TritonPrefill
 from kernels.gpu_attention import GpuAttention
 from tests.tiny_models import write_tiny_model
 
-BLOCK, MAX_ROWS, NUM_BLOCKS, MAX_LENGTH = 4, 6, 64, 40
+BLOCK, MAX_ROWS, NUM_BLOCKS, MAX_LENGTH = 4, 5, 40, 28
 CPU = torch.device("cpu")
 
 
@@ -132,11 +132,9 @@ def assert_replays_the_truth(
 
 
 MIXED: list[list[tuple[int, int, int, bool]]] = [
-    [(0, 20, 1, True), (3, 9, 1, True), (4, 0, 30, True)],
-    [(4, 30, 6, False), (5, 0, 7, False)],  # nobody samples
-    [(1, 12, 1, True), (2, 39, 1, True), (0, 0, 40, False), (5, 7, 2, True), (3, 10, 1, True)],
-    [(row, 1 + row, 2 + row, row % 2 == 0) for row in range(MAX_ROWS)],
-    [(0, 8, 1, True), (5, 3, 37, True)],
+    [(0, 20, 1, True), (3, 9, 1, True), (4, 0, 20, True)],
+    [(4, 20, 6, False), (3, 0, 7, False)],  # nobody samples
+    [(1, 12, 1, True), (2, 27, 1, True), (0, 0, 28, False), (4, 7, 2, True), (3, 10, 1, True)],
 ]
 
 
@@ -146,12 +144,15 @@ def test_mixed_steps_of_all_divisions_replay_one_graph_each_after_the_other(deco
     requests = Requests(of_gpu, seed=1)
     graphs = MixedGraphs(of_gpu, requests.cache, STAGING, requests.last, MAX_ROWS, MAX_LENGTH // BLOCK, 128, take_graph)
     assert graphs.num_captured == graphs.num_graphs == 1 + len(row_buckets(MAX_ROWS))
-    for runs in MIXED:
-        assert_replays_the_truth(graphs, of_cpu, requests, requests.arrays(runs, None))
+    steps = [requests.arrays(runs, None) for runs in MIXED]
+    for arrays in steps:
+        assert_replays_the_truth(graphs, of_cpu, requests, arrays)
+    assert not graphs.takes(requests.arrays([(0, 5, 1, True)], None)), "nothing of a prompt"
+    assert not graphs.takes(replace(steps[0], token_ids=np.zeros(129, dtype=np.int32))), "more than any graph"
 
 
 @torch.inference_mode()
-def test_decode_steps_replay_at_every_number_of_rows_with_and_without_shared_prefixes(
+def test_decode_steps_replay_at_numbers_of_rows_below_and_at_a_bucket_with_and_without_shared_prefixes(
     decoders: tuple[Decoder, Decoder],
 ) -> None:
     of_gpu, of_cpu = decoders
@@ -159,25 +160,16 @@ def test_decode_steps_replay_at_every_number_of_rows_with_and_without_shared_pre
     graphs = DecodeGraphs(
         of_gpu, requests.cache, STAGING, requests.last, MAX_ROWS, MAX_LENGTH // BLOCK, True, take_graph
     )
+    assert graphs.buckets == [1, 2, 4, 5]
     num_shared = 0
-    for num_rows in range(1, MAX_ROWS + 1):
+    for num_rows in (1, 3, 5):
         for min_tokens_saved in (None, 1):
-            runs = [(row, 9 + 4 * row + num_rows, 1, True) for row in range(num_rows)]
+            runs = [(row, 9 + 3 * row + num_rows, 1, True) for row in range(num_rows)]
             arrays = requests.arrays(runs, min_tokens_saved)
             num_shared += arrays.shared is not None
             assert_replays_the_truth(graphs, of_cpu, requests, arrays)
-    assert num_shared == MAX_ROWS - 1
-
-
-def test_steps_that_no_graph_has_room_for_are_not_taken(decoders: tuple[Decoder, Decoder]) -> None:
-    of_gpu, _ = decoders
-    requests = Requests(of_gpu, seed=3)
-    mixed = MixedGraphs(of_gpu, requests.cache, STAGING, requests.last, MAX_ROWS, MAX_LENGTH // BLOCK, 128, take_graph)
-    decode_only = requests.arrays([(0, 5, 1, True)], None)
-    assert not mixed.takes(decode_only)
-    step = requests.arrays([(0, 20, 1, True), (4, 0, 30, True)], None)
-    assert mixed.takes(step)
-    assert not mixed.takes(replace(step, token_ids=np.zeros(129, dtype=np.int32)))
+    assert num_shared == 2
+    assert not graphs.takes(requests.arrays([(0, 5, 1, True), (4, 0, 9, True)], None)), "a prompt"
 
 
 def test_buckets_end_at_the_most_rows_that_can_come() -> None:
