@@ -59,13 +59,21 @@ class CpuAttention:
         sliding_window: int | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, CpuAttentionPlan), f"a {type(plan).__name__} was not prepared for a CPU"
-        block_size, num_kv_heads = key_cache.shape[1:3]
-        batches = plan.batches_for(block_size, query.shape[1], num_kv_heads, query.dtype, sliding_window)
-        out = torch.empty(query.shape, dtype=query.dtype)
+        block_size, num_kv_heads, head_size = key_cache.shape[1:]
+        num_tokens, num_heads = query.shape[:2]
+        batches = plan.batches_for(block_size, num_heads, num_kv_heads, query.dtype, sliding_window)
+        # Queries take the power of two, exactly; products with a factor are slow, and so are those left with one.
+        power = 2.0 ** math.floor(math.log2(scale))
+        by_key_head = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_size)
+        folded = self._memory.take("queries", (by_key_head[1], num_tokens, *by_key_head[2:]), query.dtype)
+        torch.mul(query.reshape(by_key_head).transpose(0, 1), power, out=folded)
+        attended = self._memory.take("attended", tuple(folded.shape), query.dtype)
         for row in batches.prefills:
-            self._attend_prefill(query, key_cache, value_cache, row, scale, out)
+            self._attend_prefill(folded, key_cache, value_cache, row, scale / power, attended)
         for batch in batches.decodes:
-            self._attend_decodes(query, key_cache, value_cache, batch, scale, out)
+            self._attend_decodes(folded, key_cache, value_cache, batch, scale / power, attended)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        out.view(by_key_head).copy_(attended.transpose(0, 1))
         return out
 
     def _attend_prefill(
@@ -75,21 +83,21 @@ class CpuAttention:
         value_cache: torch.Tensor,
         row: PrefillRow,
         scale: float,
-        out: torch.Tensor,
+        attended: torch.Tensor,
     ) -> None:
-        (num_kv_heads, head_size), num_heads = key_cache.shape[2:], query.shape[1]
+        """query, attended: (num_kv_heads, num_tokens, group, head_size)."""
+        num_kv_heads, _, group, head_size = query.shape
         keys = self._gather("keys", key_cache, row.key_index).view(num_kv_heads, -1, head_size)
         values = self._gather("values", value_cache, row.key_index).view(num_kv_heads, -1, head_size)
         keys -= keys.mean(1, keepdim=True)
         for tile in row.tiles:
-            num_queries, num_keys = tile.tokens.stop - tile.tokens.start, tile.keys.stop - tile.keys.start
-            folded = query[tile.tokens].transpose(0, 1).reshape(num_kv_heads, -1, head_size)
-            scores = self._memory.take("scores", (*folded.shape[:2], num_keys), query.dtype)
-            torch.baddbmm(scores, folded, keys[:, tile.keys].mT, beta=0, alpha=scale, out=scores)
-            scores.view(num_heads, num_queries, num_keys)[..., -tile.mask.shape[1] :] += tile.mask
+            queries, out = query[:, tile.tokens].flatten(1, 2), attended[:, tile.tokens].flatten(1, 2)
+            shape = (num_kv_heads, queries.shape[1], tile.keys.stop - tile.keys.start)
+            scores = self._memory.take("scores", shape, query.dtype)
+            torch.baddbmm(scores, queries, keys[:, tile.keys].mT, beta=0, alpha=scale, out=scores)
+            scores.unflatten(1, (-1, group))[..., -tile.mask.shape[-1] :].add_(tile.mask)
             torch.softmax(scores, -1, out=scores)
-            attended = torch.bmm(scores, values[:, tile.keys])
-            out[tile.tokens] = attended.view(num_heads, num_queries, head_size).transpose(0, 1)
+            torch.baddbmm(out, scores, values[:, tile.keys], beta=0, out=out)
 
     def _attend_decodes(
         self,
@@ -98,12 +106,12 @@ class CpuAttention:
         value_cache: torch.Tensor,
         batch: DecodeBatch,
         scale: float,
-        out: torch.Tensor,
+        attended: torch.Tensor,
     ) -> None:
-        (num_kv_heads, head_size), num_heads = key_cache.shape[2:], query.shape[1]
-        num_rows, group = batch.num_rows, num_heads // num_kv_heads
+        """query, attended: (num_kv_heads, num_tokens, group, head_size)."""
+        num_kv_heads, _, group, head_size = query.shape
+        num_rows, num_shared, num_own = batch.num_rows, batch.num_shared, batch.num_own
         num_entries = num_kv_heads * (num_rows // batch.members)
-        num_shared, num_own = batch.num_shared, batch.num_own
         keys = self._gather("keys", key_cache, batch.key_index)
         values = self._gather("values", value_cache, batch.key_index)
         sizes = [num_entries * num_shared, num_kv_heads * num_rows * num_own]
@@ -113,8 +121,7 @@ class CpuAttention:
         own_keys -= centre
         own_keys, own_values = (x.view(num_kv_heads * num_rows, num_own, head_size) for x in (own_keys, own_values))
 
-        folded = query[batch.tokens].view(num_rows, num_kv_heads, group, head_size).transpose(0, 1)
-        folded = folded.reshape(num_kv_heads * num_rows, group, head_size)
+        folded = query[:, batch.tokens].reshape(num_kv_heads * num_rows, group, head_size)
         scores = self._memory.take("scores", (*folded.shape[:2], num_shared + num_own), query.dtype)
         of_own = scores[..., num_shared:]
         of_shared = scores.view(num_entries, batch.members * group, -1)[..., :num_shared]
@@ -124,13 +131,12 @@ class CpuAttention:
             by_entry = folded.view(num_entries, batch.members * group, head_size)
             torch.baddbmm(of_shared, by_entry, shared_keys.mT, beta=0, alpha=scale, out=of_shared)
         if batch.mask is not None:
-            scores.view(num_kv_heads, num_rows, group, -1)[..., -batch.mask.shape[-1] :] += batch.mask
+            scores.view(num_kv_heads, num_rows, group, -1)[..., -batch.mask.shape[-1] :].add_(batch.mask)
         torch.softmax(scores, -1, out=scores)
-        attended = torch.bmm(of_own, own_values)
+        out = torch.bmm(of_own, own_values)
         if num_shared:
-            attended.view(num_entries, batch.members * group, head_size).baddbmm_(of_shared, shared_values)
-        attended = attended.view(num_kv_heads, num_rows, group, head_size).transpose(0, 1)
-        out.view(-1, num_kv_heads, group, head_size)[batch.tokens] = attended
+            out.view(num_entries, batch.members * group, head_size).baddbmm_(of_shared, shared_values)
+        attended[:, batch.tokens] = out.view(num_kv_heads, num_rows, group, head_size)
 
     def _gather(self, name: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """(len(index), head_size), by slot x num_kv_heads + head."""

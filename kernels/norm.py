@@ -101,11 +101,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: f
     """(..., n) -> (..., n) in x's dtype; on CUDA (rows, n) or (tokens, heads, n)."""
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, weight_offset)
-    # The truth in fewer passes: the sum of squares without a float32 copy of x, then in place.
-    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_() / x.shape[-1]
-    scale = mean_square.add_(eps).rsqrt_()
-    weight = weight.float() + weight_offset if weight_offset else weight.float()
-    return torch.mul(x.float(), scale).mul_(weight).to(x.dtype)
+    # Batch norm of rows as channels is the one kernel that scales bf16 rows by float32 numbers in a single pass. The
+    # weight comes behind it, so what is not float32 is rounded once more, as in transformers.
+    rows = x.reshape(1, -1, x.shape[-1])
+    mean_square = torch.linalg.vector_norm(rows[0], dim=-1, dtype=torch.float32).square_().div_(x.shape[-1])
+    no_mean = torch.zeros_like(mean_square)
+    normed = torch.batch_norm(rows, None, None, no_mean, mean_square, False, 0.0, eps, False)
+    return normed.view(x.shape).mul_(weight.float() + weight_offset if weight_offset else weight)
 
 
 def add_rms_norm(

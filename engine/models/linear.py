@@ -34,7 +34,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_packed and x.shape[0]:  # oneDNN refuses products of nothing
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
             return y
         if self._is_packed:
             return x.new_empty((0, self._weight.shape[0]))
@@ -64,8 +64,8 @@ class _PackedGate:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.shape[0]:  # oneDNN refuses products of nothing
             return x.new_empty((0, self._gate.shape[0]))
-        gate = torch.ops.mkldnn._linear_pointwise(x, self._gate, self._biases[0], "swish", [], "")
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, gate, self._up, self._biases[1], "mul")
+        gate = torch.ops.mkldnn._linear_pointwise.default(x, self._gate, self._biases[0], "swish", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._biases[1], "mul")
         return y
 
 
