@@ -52,6 +52,7 @@ def test_of_engines_that_were_lost_nothing_is_kept() -> None:
 
     supervisor = EngineSupervisor(start, max_restarts=10, backoff_seconds=0.0)
     supervisor.open()
+    gc.collect()  # of what ran before
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         supervisor.reopen(EngineError("lost"), lambda: False, Loss())
