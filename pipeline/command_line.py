@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from schemas.errors import PagemillError, SettingsError
-from schemas.settings import Settings, load_settings
+from schemas.settings import Settings
+from schemas.settings_reader import load_settings
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2  # also typer's own for wrong usage

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.settings import load_settings, require_addresses
+from schemas.settings import require_addresses
+from schemas.settings_reader import load_settings
 
 yaml = pytest.importorskip("yaml")
 

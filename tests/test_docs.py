@@ -15,7 +15,8 @@ from pipeline.index import RESULTS_MAPPING
 from schemas.document import DocumentMessage, SamplingOverrides
 from schemas.errors import FailureCode
 from schemas.inference import EngineSettings, ModelSettings
-from schemas.settings import ElasticsearchSettings, KafkaSettings, Settings, WorkerSettings, load_settings
+from schemas.settings import ElasticsearchSettings, KafkaSettings, Settings, WorkerSettings
+from schemas.settings_reader import load_settings
 from schemas.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent

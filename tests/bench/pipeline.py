@@ -30,7 +30,8 @@ from pipeline.flow import Flow
 from pipeline.index import RESULTS_MAPPING
 from pipeline.summary import RunSummary
 from pipeline.worker import Worker
-from schemas.settings import Settings, load_settings
+from schemas.settings import Settings
+from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
 from tests.servers.elasticsearch_node import ElasticsearchNode

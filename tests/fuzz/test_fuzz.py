@@ -30,7 +30,8 @@ from pipeline.results import MAX_ROW_ID_BYTES, WorkerIdentity, build_failure_row
 from pipeline.templates import MAX_MADE, check_templates
 from schemas.document import Document, RawMessage, RejectedDocument, SourcePosition
 from schemas.errors import DocumentError, FailureCode, SettingsError
-from schemas.settings import load_settings, masked_settings
+from schemas.settings import masked_settings
+from schemas.settings_reader import load_settings
 from schemas.task import Task
 from tests.fuzz.mutations import mutated
 from tests.pipeline.parts import ByteTokenizer, engine_info, shown

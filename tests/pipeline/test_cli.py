@@ -15,7 +15,7 @@ from pipeline.cli import app
 from pipeline.submit import Submission, guess_format, messages, plan_submission
 from pipeline.worker import Worker
 from schemas.errors import SettingsError
-from schemas.settings import load_settings
+from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
 from tests.servers.elasticsearch_node import ElasticsearchNode

@@ -13,7 +13,8 @@ from pipeline.dlq import LetterFilter, parse_time
 from pipeline.submit import send
 from pipeline.worker import Worker
 from schemas.errors import SettingsError
-from schemas.settings import Settings, load_settings
+from schemas.settings import Settings
+from schemas.settings_reader import load_settings
 from tests.consumers.harness import produce
 from tests.consumers.test_letter_log import failed, letter_of, message
 from tests.fakes import fake_engine_command

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pipeline.failure_limits import FailureLimits, Gate
 from pipeline.worker import Worker
 from schemas.errors import Failure, FailureCode, FailureLimitError, Stage
-from schemas.settings import Settings, load_settings
+from schemas.settings import Settings
+from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
 from tests.pipeline.test_cli import _own_folder, _own_logs, ends  # noqa: F401

@@ -20,7 +20,8 @@ from pipeline.flow import Flow
 from pipeline.query import find_results
 from pipeline.worker import Worker
 from schemas.errors import EngineError, ModelError, PagemillError, SettingsError, SinkError, SourceError
-from schemas.settings import Settings, load_settings
+from schemas.settings import Settings
+from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
 from tests.servers.elasticsearch_node import ElasticsearchNode

@@ -16,7 +16,7 @@ from pipeline.suspects import Loss
 from pipeline.worker import Worker
 from schemas.errors import EngineError, SinkError
 from schemas.inference import EngineInfo
-from schemas.settings import load_settings
+from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SettingsError
-from schemas.settings import load_settings, masked_settings, require_addresses
+from schemas.settings import masked_settings, require_addresses
+from schemas.settings_reader import load_settings
 
 
 @pytest.fixture
