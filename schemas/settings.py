@@ -140,6 +140,7 @@ def masked_settings(settings: Settings) -> dict[str, Any]:
 
 
 def without_password(url: str) -> str:
+    """The same address with asterisks for its password; as it is where it has none."""
     parts = urlsplit(url)
     if parts.password is None:
         return url

@@ -123,7 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--step", type=int, default=1024, help="max_tokens_per_step")
+    parser.add_argument(
+        "--step", type=int, default=EngineSettings().max_tokens_per_step, help="tokens of a step at most"
+    )
     parser.add_argument("--baseline-batches", type=int, nargs="*", default=[8, 16], help="none: without the baseline")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)

@@ -7,7 +7,7 @@ from typing import Any
 from elasticsearch import ApiError, Elasticsearch
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
-from kafka.errors import CoordinatorNotAvailableError
+from kafka.errors import CoordinatorNotAvailableError, NotCoordinatorError
 
 from pipeline.embedded import PRODUCER_OPTIONS
 from tests.e2e.documents import LIMITS, TASKS, Sent
@@ -114,7 +114,7 @@ class Servers:
         try:
             try:
                 offsets = admin.list_group_offsets(self.name)[self.name]
-            except CoordinatorNotAvailableError:  # on a broker that no group has ever come to
+            except (CoordinatorNotAvailableError, NotCoordinatorError):  # until the first group has come to a broker
                 return {}
             return {
                 partition.partition: entry.offset
