@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_plan import Attention, AttentionPlan
+from kernels.attention_plan import Attention, AttentionRows
 from kernels.cpu_attention import CpuAttention
 from kernels.flash_attention import LARGEST_HEAD_SIZE, FlashPrefill
 from kernels.gpu_attention import GpuAttention, Prefill
@@ -261,7 +261,8 @@ def paged_attention_cpu(
 ) -> torch.Tensor:
     """`CpuAttention` for one layer alone: plans and attends."""
     attention = CpuAttention()
-    plan = attention.prepare(block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length)
+    rows = AttentionRows(block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length)
+    plan = attention.prepare(rows)
     return attention(query, key_cache, value_cache, plan, scale, sliding_window)
 
 
@@ -273,7 +274,7 @@ class TritonPrefill:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: AttentionPlan,
+        rows: AttentionRows,
         out: torch.Tensor,
         scale: float,
         sliding_window: int | None,
@@ -288,7 +289,7 @@ class TritonPrefill:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: AttentionPlan,
+        rows: AttentionRows,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

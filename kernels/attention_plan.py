@@ -7,22 +7,6 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """One step's rows, prepared once and read by every layer.
-
-    Row r's queries are tokens [query_starts[r], query_starts[r + 1]): the last ones of its sequence, whose
-    sequence_lengths[r] keys, the step's own included, lie in the pages that block_tables[r] names in order.
-    A row without queries is legal and is not looked at.
-    """
-
-    block_tables: torch.Tensor  # (num_rows, max_blocks) int32; entries past a row's length are never used
-    query_starts: torch.Tensor  # (num_rows + 1,) int32
-    sequence_lengths: torch.Tensor  # (num_rows,) int32
-    max_query_length: int  # host integers: a launch must not wait for the device
-    max_sequence_length: int
-
-
-@dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """Groups of decode rows whose block tables begin alike; group g is rows [query_starts[g], query_starts[g + 1]).
 
@@ -38,24 +22,38 @@ class SharedPrefixes:
     private_lengths: torch.Tensor  # (num_decode_rows,) int32
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """One step's rows.
+
+    Row r's queries are tokens [query_starts[r], query_starts[r + 1]): the last ones of its sequence, whose
+    sequence_lengths[r] keys, the step's own included, lie in the pages that block_tables[r] names in order.
+    A row without queries is legal and is not looked at.
+    """
+
+    block_tables: torch.Tensor  # (num_rows, max_blocks) int32; entries past a row's length are never used
+    query_starts: torch.Tensor  # (num_rows + 1,) int32
+    sequence_lengths: torch.Tensor  # (num_rows,) int32
+    max_query_length: int  # host integers: a launch must not wait for the device
+    max_sequence_length: int
+    # Both help implementations that cannot find them out without waiting for the device: the first rows that are known
+    # to have one query each, and which of them begin alike.
+    num_decode_rows: int = 0
+    shared: SharedPrefixes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """One step's rows, and what an implementation adds to them once for all layers."""
+
+    rows: AttentionRows
+
+
 class Attention(Protocol):
     """Causal attention over pages, prefill and decode rows in one call."""
 
-    def prepare(
-        self,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        sequence_lengths: torch.Tensor,
-        max_query_length: int,
-        max_sequence_length: int,
-        num_decode_rows: int = 0,
-        shared: SharedPrefixes | None = None,
-    ) -> AttentionPlan:
-        """Called once a step; the plan holds for all layers, with and without a window.
-
-        The first `num_decode_rows` rows are known to have one query each, and `shared` says which of them begin alike:
-        both help implementations that cannot find that out without waiting for the device.
-        """
+    def prepare(self, rows: AttentionRows) -> AttentionPlan:
+        """Called once a step; the plan holds for all layers, with and without a window."""
         ...
 
     def __call__(

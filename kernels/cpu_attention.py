@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from kernels.attention_plan import AttentionPlan, SharedPrefixes
+from kernels.attention_plan import AttentionPlan, AttentionRows
 from kernels.cpu_attention_plan import CpuAttentionPlan, DecodeBatch, PrefillRow
 
 
@@ -37,17 +37,8 @@ class CpuAttention:
     def __init__(self) -> None:
         self._memory = _Memory()
 
-    def prepare(
-        self,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        sequence_lengths: torch.Tensor,
-        max_query_length: int,
-        max_sequence_length: int,
-        num_decode_rows: int = 0,
-        shared: SharedPrefixes | None = None,
-    ) -> CpuAttentionPlan:
-        return CpuAttentionPlan(block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length)
+    def prepare(self, rows: AttentionRows) -> CpuAttentionPlan:
+        return CpuAttentionPlan(rows)
 
     def __call__(
         self,

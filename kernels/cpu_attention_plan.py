@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.attention_plan import AttentionPlan
+from kernels.attention_plan import AttentionPlan, AttentionRows
 
 # A group's own batch must save this many (members - 1) x shared tokens, or it costs more than the keys it saves.
 MIN_TOKENS_SAVED = 1024
@@ -109,23 +109,23 @@ class CpuAttentionPlan(AttentionPlan):
     def batches_for(
         self, block_size: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype, sliding_window: int | None
     ) -> Batches:
-        if sliding_window is not None and sliding_window >= self.max_sequence_length:
+        if sliding_window is not None and sliding_window >= self.rows.max_sequence_length:
             sliding_window = None  # it hides nothing in this step
         kind = _Kind(block_size, num_heads, num_kv_heads, dtype, sliding_window)
         if kind not in self.batches:
-            rows = _rows_of(self)
-            decodes = _entries([row for row in rows if row.num_queries == 1], self.block_tables, kind)
+            rows, tables = _rows_of(self.rows), self.rows.block_tables
+            decodes = _entries([row for row in rows if row.num_queries == 1], tables, kind)
             self.batches[kind] = Batches(
-                [_prefill(row, self.block_tables, kind) for row in rows if row.num_queries > 1],
-                [_decode_batch(entries, self.block_tables, kind) for entries in _batched(decodes, num_heads)],
+                [_prefill(row, tables, kind) for row in rows if row.num_queries > 1],
+                [_decode_batch(entries, tables, kind) for entries in _batched(decodes, num_heads)],
             )
         return self.batches[kind]
 
 
-def _rows_of(plan: AttentionPlan) -> list[_Row]:
-    starts = plan.query_starts.tolist()
+def _rows_of(step: AttentionRows) -> list[_Row]:
+    starts = step.query_starts.tolist()
     rows = []
-    for table_id, length in enumerate(plan.sequence_lengths.tolist()):
+    for table_id, length in enumerate(step.sequence_lengths.tolist()):
         num_queries = starts[table_id + 1] - starts[table_id]
         assert length >= num_queries, f"row {table_id}: {num_queries} queries in a sequence of {length}"
         if num_queries:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.attention_plan import AttentionPlan
+from kernels.attention_plan import AttentionRows
 
 LARGEST_HEAD_SIZE = 256  # and a multiple of 8
 
@@ -27,7 +27,7 @@ class FlashPrefill:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: AttentionPlan,
+        rows: AttentionRows,
         out: torch.Tensor,
         scale: float,
         sliding_window: int | None,
@@ -46,7 +46,7 @@ class FlashPrefill:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: AttentionPlan,
+        rows: AttentionRows,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self._attend(

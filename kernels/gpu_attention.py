@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.attention_merge import merge_attention_
-from kernels.attention_plan import AttentionPlan, SharedPrefixes
+from kernels.attention_plan import AttentionPlan, AttentionRows
 from kernels.decode_attention import decode_attention, plan_decode
 
 NUM_ARRIVALS = 2**18  # 8,192 rows of 32 key heads
@@ -26,7 +26,7 @@ class Prefill(Protocol):
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: AttentionPlan,
+        rows: AttentionRows,
         out: torch.Tensor,
         scale: float,
         sliding_window: int | None,
@@ -39,7 +39,7 @@ class Prefill(Protocol):
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        rows: AttentionPlan,
+        rows: AttentionRows,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Every query sees all keys of its row: (as query, log-sum-exp (num_tokens, num_heads) float32, natural)."""
@@ -50,9 +50,7 @@ class Prefill(Protocol):
 class GpuPlan(AttentionPlan):
     """A step's rows: first `num_decode_rows` with a single query each, then `prefill`'s."""
 
-    num_decode_rows: int
-    prefill: AttentionPlan | None
-    shared: SharedPrefixes | None
+    prefill: AttentionRows | None
 
 
 class GpuAttention:
@@ -63,26 +61,15 @@ class GpuAttention:
         self._num_multiprocessors = num_multiprocessors
         self._arrivals = torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=device)  # decode attention's
 
-    def prepare(
-        self,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        sequence_lengths: torch.Tensor,
-        max_query_length: int,
-        max_sequence_length: int,
-        num_decode_rows: int = 0,
-        shared: SharedPrefixes | None = None,
-    ) -> GpuPlan:
-        prefill = None
-        if num_decode_rows < sequence_lengths.shape[0]:
-            prefill = AttentionPlan(
-                block_tables[num_decode_rows:], query_starts[num_decode_rows:], sequence_lengths[num_decode_rows:],
-                max_query_length, max_sequence_length,
-            )  # fmt: skip
-        return GpuPlan(
-            block_tables, query_starts, sequence_lengths, max_query_length, max_sequence_length,
-            num_decode_rows, prefill, shared,
+    def prepare(self, rows: AttentionRows) -> GpuPlan:
+        first = rows.num_decode_rows
+        if first == rows.sequence_lengths.shape[0]:
+            return GpuPlan(rows, None)
+        prefill = AttentionRows(
+            rows.block_tables[first:], rows.query_starts[first:], rows.sequence_lengths[first:],
+            rows.max_query_length, rows.max_sequence_length,
         )  # fmt: skip
+        return GpuPlan(rows, prefill)
 
     def __call__(
         self,
@@ -94,12 +81,12 @@ class GpuAttention:
         sliding_window: int | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, GpuPlan), f"a {type(plan).__name__} was not prepared for a GPU"
-        num_decode = plan.num_decode_rows
+        num_decode = plan.rows.num_decode_rows
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if num_decode:
             # First: in a captured step, decode rows that are padding share their places with prefill tokens.
             self._decode(
-                query[:num_decode], key_cache, value_cache, plan, out[:num_decode], scale, sliding_window
+                query[:num_decode], key_cache, value_cache, plan.rows, out[:num_decode], scale, sliding_window
             )  # fmt: skip
         if plan.prefill is not None:
             self._prefill.attend(query, key_cache, value_cache, plan.prefill, out, scale, sliding_window)
@@ -110,24 +97,24 @@ class GpuAttention:
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        plan: GpuPlan,
+        rows: AttentionRows,
         out: torch.Tensor,
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        shared = plan.shared if sliding_window is None else None  # a window slides off a prefix row by row
+        shared = rows.shared if sliding_window is None else None  # a window slides off a prefix row by row
         num_rows = query.shape[0]
         lse = decode_attention(
             query, key_cache, value_cache,
-            plan.block_tables[:num_rows] if shared is None else shared.private_block_tables,
-            plan.sequence_lengths[:num_rows] if shared is None else shared.private_lengths,
+            rows.block_tables[:num_rows] if shared is None else shared.private_block_tables,
+            rows.sequence_lengths[:num_rows] if shared is None else shared.private_lengths,
             scale, plan_decode(num_rows, query.shape[1], key_cache.shape[2], self._num_multiprocessors), out,
             self._arrivals, sliding_window,
         )  # fmt: skip
         if shared is None:
             return
-        groups = AttentionPlan(
-            shared.block_tables, shared.query_starts, shared.lengths, num_rows, plan.max_sequence_length
+        groups = AttentionRows(
+            shared.block_tables, shared.query_starts, shared.lengths, num_rows, rows.max_sequence_length
         )
         prefix, prefix_lse = self._prefill.attend_to_all(query, key_cache, value_cache, groups, scale)
         merge_attention_(prefix, prefix_lse, out, lse, shared.num_rows)

@@ -17,7 +17,7 @@ from engine.models.heads import Embedding, LanguageModelHead
 from engine.models.precision import Gated, PartialProduct, PlainPrecision, Precision, Product
 from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
-from kernels.attention_plan import AttentionPlan
+from kernels.attention_plan import AttentionPlan, AttentionRows
 from kernels.fp8 import ProductScales
 from kernels.kv_cache import write_kv
 from kernels.norm import add_rms_norm, rms_norm
@@ -93,15 +93,11 @@ class Decoder:
         """Up to the last layer's attention, behind which only sampling rows matter: (what it attended, the residual)
         of every token. The cache gets all keys and values.
         """
-        plan = self._attention.prepare(
-            batch.block_tables,
-            batch.query_starts,
-            batch.sequence_lengths,
-            batch.max_query_length,
-            batch.max_sequence_length,
-            batch.num_decode_rows,
-            batch.shared,
-        )
+        rows = AttentionRows(
+            batch.block_tables, batch.query_starts, batch.sequence_lengths, batch.max_query_length,
+            batch.max_sequence_length, batch.num_decode_rows, batch.shared,
+        )  # fmt: skip
+        plan = self._attention.prepare(rows)
         residual = self._embedding(batch.token_ids)
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):

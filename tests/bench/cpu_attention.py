@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.attention_plan import AttentionRows
 from kernels.cpu_attention import CpuAttention
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 24, 14, 2, 64, 16
@@ -72,9 +73,9 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype, in_pairs
     kind = BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, dtype, None
 
     def plan_step() -> None:
-        attention.prepare(block_tables, query_starts, lengths, *maxima).batches_for(*kind)
+        attention.prepare(AttentionRows(block_tables, query_starts, lengths, *maxima)).batches_for(*kind)
 
-    plan = attention.prepare(block_tables, query_starts, lengths, *maxima)
+    plan = attention.prepare(AttentionRows(block_tables, query_starts, lengths, *maxima))
 
     def step() -> None:
         for layer in range(NUM_LAYERS):

@@ -11,6 +11,7 @@ import time
 import torch
 
 from kernels.attention import TritonPrefill
+from kernels.attention_plan import AttentionRows
 from kernels.gpu_attention import GpuAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 28, 4, 128, 16
@@ -28,7 +29,7 @@ def seconds(attention: GpuAttention, rows: list[tuple[int, int]], rounds: int = 
     query = torch.randn(int(query_starts[-1]), NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16, device=device)
     maxima = max(num_queries for num_queries, _ in rows), max(length for _, length in rows)
     num_decode_rows = len(rows) if maxima[0] == 1 else 0
-    plan = attention.prepare(block_tables, query_starts, lengths, *maxima, num_decode_rows)
+    plan = attention.prepare(AttentionRows(block_tables, query_starts, lengths, *maxima, num_decode_rows))
     for _ in range(3):
         attention(query, pool[0], pool[1], plan, HEAD_SIZE**-0.5)
     torch.cuda.synchronize()

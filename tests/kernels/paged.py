@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import paged_attention_cpu, paged_attention_reference, paged_attention_triton
+from kernels.attention_plan import AttentionRows
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import CpuAttentionPlan
 
@@ -49,7 +50,9 @@ class Step:
 
     def cpu_plan(self) -> CpuAttentionPlan:
         step = self.on_cpu()
-        return CpuAttention().prepare(step.block_tables, step.query_starts, step.sequence_lengths, *self.maxima())
+        return CpuAttention().prepare(
+            AttentionRows(step.block_tables, step.query_starts, step.sequence_lengths, *self.maxima())
+        )
 
     def maxima(self) -> tuple[int, int]:
         num_queries = self.query_starts.diff()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.attention import select_attention
+from kernels.attention_plan import AttentionRows
 from kernels.cpu_attention import CpuAttention
 from kernels.cpu_attention_plan import MAX_SCORES, MIN_TOKENS_SAVED, Batches, group_by_prefix
 from kernels.gpu_attention import GpuAttention
@@ -253,7 +254,7 @@ def test_the_device_chooses_the_implementation() -> None:
     step = make_step(MIXED)
     attention = select_attention(DEVICE, torch.float32, 16)
     assert isinstance(attention, GpuAttention if DEVICE.type == "cuda" else CpuAttention)
-    plan = attention.prepare(step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima())
+    plan = attention.prepare(AttentionRows(step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima()))
     out = attention(step.query, step.key_cache, step.value_cache, plan, step.scale)
     assert largest_difference(out, step.reference()) < TOLERANCE[torch.float32]
 

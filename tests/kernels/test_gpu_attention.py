@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.attention import TritonPrefill
-from kernels.attention_plan import SharedPrefixes
+from kernels.attention_plan import AttentionRows, SharedPrefixes
 from kernels.decode_attention import decode_attention_reference
 from kernels.flash_attention import FlashPrefill
 from kernels.gpu_attention import GpuAttention, Prefill
@@ -25,7 +25,9 @@ NUM_DECODE = 4
 def attend(step: Step, prefill: Prefill, num_decode: int, window: int | None = None) -> torch.Tensor:
     attention = GpuAttention(prefill, num_multiprocessors=4, device=DEVICE)
     plan = attention.prepare(
-        step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima(), num_decode_rows=num_decode
+        AttentionRows(
+            step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima(), num_decode_rows=num_decode
+        )
     )
     return attention(step.query, step.key_cache, step.value_cache, plan, step.scale, window)
 
@@ -69,7 +71,7 @@ def test_places_of_decode_rows_that_are_padding_are_prefill_rows_places_too(
     )
     attention = GpuAttention(prefill(), num_multiprocessors=4, device=DEVICE)
     plan = attention.prepare(
-        graphed.block_tables, graphed.query_starts, graphed.sequence_lengths, 9, 40, num_decode_rows=7
+        AttentionRows(graphed.block_tables, graphed.query_starts, graphed.sequence_lengths, 9, 40, num_decode_rows=7)
     )
     out = attention(step.query, step.key_cache, step.value_cache, plan, step.scale)
     assert largest_difference(out, step.reference()) < TOLERANCE[dtype]
@@ -93,7 +95,7 @@ def test_prefixes_of_two_groups_are_read_once_and_rows_without_one_are_as_before
         groups, int32([64, 32, 0]), int32([0, 2, 4, 4]), int32([4]), private, int32([6, 1, 65, 18, 9])
     )
     attention = GpuAttention(prefill(), num_multiprocessors=4, device=DEVICE)
-    plan = attention.prepare(tables, step.query_starts, step.sequence_lengths, *step.maxima(), 5, shared)
+    plan = attention.prepare(AttentionRows(tables, step.query_starts, step.sequence_lengths, *step.maxima(), 5, shared))
     out = attention(step.query, step.key_cache, step.value_cache, plan, step.scale, window)
     assert largest_difference(out, step.reference(window)) < TOLERANCE[dtype]
 
@@ -109,7 +111,7 @@ def test_every_query_sees_all_keys_of_its_row_and_their_log_sum_exp_is_the_truth
     query = step.query[: sum(counts)]
     step = replace(step, query=query, query_starts=int32([0, 3, 3, 73, 74]), sequence_lengths=int32(lengths))
     attention = GpuAttention(prefill(), num_multiprocessors=4, device=DEVICE)
-    plan = attention.prepare(step.block_tables, step.query_starts, step.sequence_lengths, 70, 200)
+    plan = attention.prepare(AttentionRows(step.block_tables, step.query_starts, step.sequence_lengths, 70, 200))
     assert plan.prefill is not None
     out, lse = prefill().attend_to_all(step.query, step.key_cache, step.value_cache, plan.prefill, step.scale)
     rows = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=DEVICE)
@@ -124,7 +126,7 @@ def test_tokens_before_the_first_row_are_left_as_they_are() -> None:
     step = make_step([(1, 5), (1, 6), (1, 7), (9, 20), (2, 2)], 4, 2, 16)
     out = torch.full_like(step.query, 7.0, memory_format=torch.contiguous_format)
     plan = GpuAttention(TritonPrefill(), 4, DEVICE).prepare(
-        step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima(), num_decode_rows=3
+        AttentionRows(step.block_tables, step.query_starts, step.sequence_lengths, *step.maxima(), num_decode_rows=3)
     )
     assert plan.prefill is not None
     TritonPrefill().attend(step.query, step.key_cache, step.value_cache, plan.prefill, out, step.scale, None)
