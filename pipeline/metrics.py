@@ -26,6 +26,7 @@ class Readings:
     engine: EngineStats = field(default_factory=EngineStats)
     sink: SinkStats = field(default_factory=SinkStats)
     num_in_source: int = 0
+    is_source_paused: bool = False
     engine_start_seconds: Mapping[str, float] = field(default_factory=dict)  # part -> seconds
 
 
@@ -85,6 +86,11 @@ def _documents(readings: Readings) -> Iterable[Metric]:
         "pagemill_source_documents_in_flight",
         "Polled and not completed, as the source counts",
         value=readings.num_in_source,
+    )
+    yield GaugeMetricFamily(
+        "pagemill_source_paused",
+        "1 where as much is in flight as may be, and nothing more is read until some of it is complete",
+        value=float(readings.is_source_paused),
     )
     yield GaugeMetricFamily("pagemill_waiting_tokens", "Prompt tokens in the batcher", value=readings.waiting_tokens)
     yield _by_label(

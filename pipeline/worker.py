@@ -308,6 +308,7 @@ class Worker:
             flow.engine_stats,
             sink.stats(),
             source.num_in_flight,
+            source.is_paused,
             self._start_seconds,
         )
 

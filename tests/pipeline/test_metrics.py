@@ -46,7 +46,7 @@ def moved() -> Readings:
         num_calling=62, bulk_seconds=63.5, bulk_calls=64,
     )  # fmt: skip
     held = {"arrived": 70, "batcher": 71}
-    return Readings({"engine": None, "kafka": "not yet"}, totals, held, 72, engine, sink, 73, {"weights": 74.5})
+    return Readings({"engine": None, "kafka": "not yet"}, totals, held, 72, engine, sink, 73, True, {"weights": 74.5})
 
 
 def test_every_metric_moves_with_what_it_counts() -> None:
@@ -63,6 +63,7 @@ def test_the_names_that_dashboards_rely_on() -> None:
     assert after["pagemill_documents_in_flight{place=batcher}"] == 71
     assert after["pagemill_account_imbalance{count=queues}"] == 1000 - 21 - 141
     assert after["pagemill_account_imbalance{count=source}"] == 12
+    assert after["pagemill_source_paused"] == 1
     assert after["pagemill_engine_step_seconds_total{part=forward}"] == 41.5
     assert after["pagemill_engine_start_seconds{part=weights}"] == 74.5
     assert after["pagemill_ready{part=engine}"] == 1
