@@ -7,6 +7,7 @@ thread is inside `read` or `close`, so the tracker has one owner at any time.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
@@ -228,6 +229,7 @@ class GroupMember:
         Returns partitions that are read from another place than the client began at: what it has read is void.
         """
         new = [p for p in self._consumer.assignment() if (p.topic, p.partition) not in self._tracker.partitions]
+        self._learn_topic_ids({partition.topic for partition in new})
         elsewhere: set[Partition] = set()
         for partition, left in self._commits.find(new).items():
             if partition not in self._consumer.assignment():
@@ -268,6 +270,14 @@ class GroupMember:
             self._failed = True
             error = FencedInstanceIdError(self._settings.group_instance_id)
             raise SourceError(why_unreadable(error, self._settings, self._consumer))
+
+    def _learn_topic_ids(self, topics: Iterable[str]) -> None:
+        """Before a commit is believed, which may be of a deleted topic of the same name."""
+        for topic in topics:
+            if self._consumer._cluster.topic_id(topic) is None:  # not heard of yet, or a broker that has none
+                with suppress(KafkaError):
+                    self._consumer.partitions_for_topic(topic)
+        self._check_topic_ids()
 
     def _check_topic_ids(self) -> None:
         """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""

@@ -171,6 +171,24 @@ def test_an_offset_of_a_deleted_topic_of_the_same_name_is_not_believed(
     assert broker_view.committed(settings) == 10
 
 
+def test_a_deleted_topics_offset_is_not_believed_either_where_another_partition_has_none(
+    kafka_broker: KafkaBroker, broker_view: BrokerView, kafka_topic: Callable[..., str]
+) -> None:
+    """The client then names the one without an offset before it has read anything."""
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(num_partitions=2))
+    for partition in (0, 1):
+        produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(10)), partition=partition)
+    broker_view.commit(settings, 10, encode(left(10), ANOTHER_TOPIC), partition=1)
+    with running(settings) as source:
+        documents = take(source, 20)
+        source.complete([document.position for document in documents])
+        wait_until(source.is_drained, "nothing else is read")
+    assert sorted((one.position.partition, one.position.offset) for one in documents) == [
+        (partition, offset) for partition in (0, 1) for offset in range(10)
+    ]
+    assert [broker_view.committed(settings, partition) for partition in (0, 1)] == [10, 10]
+
+
 def test_a_topic_made_again_is_read_from_its_start_by_the_next_worker_though_the_old_ones_offset_was_committed(
     kafka_broker: KafkaBroker, broker_view: BrokerView, settings: KafkaSettings
 ) -> None:
