@@ -31,7 +31,6 @@ class LeftBehind:
     offset: int | None = None
     progress: Progress | None = None
     is_foreign: bool = False
-    is_known: bool = True
 
 
 class GroupCommits:
@@ -104,15 +103,15 @@ class GroupCommits:
             logger.warning("the last commit was refused; the next owner repeats it", extra={"reason": repr(error)})
 
     def find(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, LeftBehind]:
-        """What the commits of these say. What cannot be had now only saves no work."""
+        """What the commits of these say; without those that it cannot be known of yet."""
         if not partitions:
             return {}
         try:
             fetch = self._consumer._coordinator.fetch_committed_offsets  # all at once, and with their metadata
             committed = fetch(partitions, timeout_ms=_LOOKUP_TIMEOUT_MS)
         except KafkaError as error:
-            logger.warning("what was committed beside the offsets is not known", extra={"reason": repr(error)})
-            return dict.fromkeys(partitions, LeftBehind(is_known=False))
+            logger.warning("what the group has committed will be asked again", extra={"reason": repr(error)})
+            return {}
         left = {}
         for partition in partitions:
             if partition not in committed:
@@ -120,8 +119,10 @@ class GroupCommits:
                 continue
             offset, found = committed[partition].offset, decode(committed[partition].metadata)
             topic_id = self._topic_ids.get(partition.topic)
-            if found is None or topic_id is None or found[1].base != offset:
+            if found is None or found[1].base != offset:
                 left[partition] = LeftBehind(offset)  # set by somebody else, or by us without metadata
+            elif topic_id is None:
+                continue  # it may be of a deleted topic of this name
             elif found[0] == topic_id:
                 left[partition] = LeftBehind(offset, found[1])
             else:

@@ -7,7 +7,6 @@ thread is inside `read` or `close`, so the tracker has one owner at any time.
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
@@ -59,7 +58,7 @@ class GroupMember:
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
         self._topic_ids: dict[str, UUID] = {}
         self.ends_cleanly = True  # False: whoever gets our partitions is to know that their work killed us
-        self._were_ours: set[TopicPartition] = set()  # in some epoch
+        self._begun: set[TopicPartition] = set()  # the client has a read position there, maybe not at the commit
         self._failed = False
 
     def connect(self, reachable: KafkaSettings) -> None:
@@ -172,7 +171,10 @@ class GroupMember:
             if not assigned:
                 return self._group_is_at_end()
             ends = self._consumer.end_offsets(assigned, timeout_ms=_LOOKUP_TIMEOUT_MS)
-            return all(self._position(partition) >= end for partition, end in ends.items())
+            return all(
+                partition in self._tracker.partitions and self._position(partition) >= end
+                for partition, end in ends.items()
+            )
         except NoOffsetForPartitionError as error:
             self._begin_at_the_earliest(error.args[0])
         except RetriableError:
@@ -226,23 +228,26 @@ class GroupMember:
     def _track_assignment(self) -> set[Partition]:
         """Epochs are stamped here, once the client has returned: a partition may go and come back within one poll.
 
-        Returns partitions that are read from another place than the client began at: what it has read is void.
+        Returns partitions that are read from another place than the client began at: what it has read is void. So is
+        what it reads of those that are not tracked yet, since what their commits say cannot be known now.
         """
         new = [p for p in self._consumer.assignment() if (p.topic, p.partition) not in self._tracker.partitions]
-        self._learn_topic_ids({partition.topic for partition in new})
+        self._check_topic_ids()  # the commit may be of a deleted topic of the same name
         elsewhere: set[Partition] = set()
-        for partition, left in self._commits.find(new).items():
+        left_behind = self._commits.find(new)
+        self._begun.update(partition for partition in new if partition not in left_behind)
+        for partition, left in left_behind.items():
             if partition not in self._consumer.assignment():
                 continue  # it went while we asked
-            if left.is_known and (left.is_foreign or partition in self._were_ours):
-                # The client may also read on where an earlier epoch of ours did, past what was in flight then.
+            if left.is_foreign or partition in self._begun:
+                # The client may read on where an earlier epoch of ours did, past what was in flight then.
                 if left.offset is None:
                     self._consumer.seek_to_beginning(partition)
                 else:
                     self._consumer.seek(partition, left.offset)
                 elsewhere.add(partition)
-            self._were_ours.add(partition)
-            begin = left.offset if left.offset is not None or not left.is_known else 0
+            self._begun.add(partition)
+            begin = 0 if left.offset is None else left.offset
             epoch = self._tracker.assign((partition.topic, partition.partition), begin, left.progress)
             extra = {"topic": partition.topic, "partition": partition.partition, "epoch": epoch, "offset": left.offset}
             if left.progress is not None:
@@ -270,14 +275,6 @@ class GroupMember:
             self._failed = True
             error = FencedInstanceIdError(self._settings.group_instance_id)
             raise SourceError(why_unreadable(error, self._settings, self._consumer))
-
-    def _learn_topic_ids(self, topics: Iterable[str]) -> None:
-        """Before a commit is believed, which may be of a deleted topic of the same name."""
-        for topic in topics:
-            if self._consumer._cluster.topic_id(topic) is None:  # not heard of yet, or a broker that has none
-                with suppress(KafkaError):
-                    self._consumer.partitions_for_topic(topic)
-        self._check_topic_ids()
 
     def _check_topic_ids(self) -> None:
         """Raises SourceError where a topic was deleted and made again: our offsets mean other records now."""

@@ -5,8 +5,10 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+from kafka import TopicPartition
 
 from consumers.commit_metadata import OffsetBitmap, Progress, decode, encode
+from consumers.group_commits import GroupCommits, LeftBehind
 from consumers.kafka import KafkaSource
 from schemas.document import Document, RejectedDocument, SourcePosition, Suspicion
 from schemas.errors import Failure, FailureCode, SourceError, Stage
@@ -187,6 +189,25 @@ def test_a_deleted_topics_offset_is_not_believed_either_where_another_partition_
         (partition, offset) for partition in (0, 1) for offset in range(10)
     ]
     assert [broker_view.committed(settings, partition) for partition in (0, 1)] == [10, 10]
+
+
+@pytest.mark.parametrize("topic_id", [None, ANOTHER_TOPIC], ids=["of this topic", "of a deleted topic"])
+def test_what_is_read_before_a_commits_metadata_is_known_is_dropped_and_read_again(
+    broker_view: BrokerView, settings: KafkaSettings, topic_id: UUID | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, asked = GroupCommits.find, 0
+
+    def find_late(commits: GroupCommits, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, LeftBehind]:
+        nonlocal asked
+        asked += bool(partitions)
+        return find(commits, partitions) if asked > 3 else {}
+
+    monkeypatch.setattr(GroupCommits, "find", find_late)
+    broker_view.commit(settings, 4, encode(left(4, 5), topic_id or broker_view.topic_id(settings.topics[0])))
+    with running(settings) as source:
+        assert_all_is_read(source, *(range(10) if topic_id else (4, 6, 7, 8, 9)))
+    assert asked == 4
+    assert broker_view.committed(settings) == 10
 
 
 def test_a_topic_made_again_is_read_from_its_start_by_the_next_worker_though_the_old_ones_offset_was_committed(
