@@ -108,7 +108,7 @@ class Lane:
                 return WorkerProcess(folder, name, settings, command=command, start=self._zygote.fork)
 
             crew = Crew(start)
-            topic = Topic(own, made, self._servers.broker, crew)
+            topic = Topic(own, made, self._servers.broker, self._servers.broker_log, crew)
             stack.callback(topic.close)
             faults = Faults(self._servers, self._ways, crew, client, f"{own.index}-v1")
             stack.callback(crew.kill_all)

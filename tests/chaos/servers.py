@@ -27,8 +27,14 @@ SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 CRAMPED = {"http.max_content_length": f"{MAX_BODY_BYTES}b", "thread_pool.write.size": "1"}
 LIMIT_KB, LIMIT_KB_PER_LANE = 300, 100
 QUEUE, QUEUE_PER_LANE = 2, 1
-# Disks stay as empty as they are: what a round leaves is deleted after it, and soon.
-TIDY = {"log.segment.delete.delay.ms": "1000", "log.index.size.max.bytes": "65536", "num.network.threads": "1"}
+# Disks stay as empty as they are: what a round leaves is deleted after it, and soon. And where partitions begin is
+# written down at once, not once a minute: a broker that is killed before has the deleted records again.
+TIDY = {
+    "log.segment.delete.delay.ms": "1000",
+    "log.index.size.max.bytes": "65536",
+    "num.network.threads": "1",
+    "log.flush.start.offset.checkpoint.interval.ms": "100",
+}
 
 
 class SharedServer:
@@ -116,6 +122,7 @@ class Servers:
     bootstrap_servers: str
     node_url: str
     node_port: int
+    broker_log: Path
     authority: Path
     certificate: Certificate
     password_file: Path
@@ -185,6 +192,7 @@ def open_servers(directory: Path, num_lanes: int) -> Iterator[tuple[Servers, Seq
                 broker.bootstrap_servers,
                 node.url,
                 node.port,
+                broker.directory / "log",
                 authority.certificate,
                 certificate,
                 password_file,

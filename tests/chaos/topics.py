@@ -3,7 +3,8 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -29,10 +30,11 @@ _NAMED = re.compile(r"/(\d+): offsets (\d+) to (\d+) were deleted before they we
 class Topic:
     """One round's topic. `apply` as that of Faults; `tick` goes on with what takes several steps."""
 
-    def __init__(self, own: Servers, made: Round, broker: SharedServer, crew: Crew) -> None:
+    def __init__(self, own: Servers, made: Round, broker: SharedServer, broker_log: Path, crew: Crew) -> None:
         self._own = own
         self._made = made
         self._broker = broker
+        self._broker_log = broker_log
         self._crew = crew
         self._admin = KafkaAdminClient(bootstrap_servers=own.kafka)
         self._begins: dict[int, int] = {}  # partition -> its first offset, where retention came
@@ -153,6 +155,11 @@ class Topic:
                 self._begins[partition] = max(self._begins.get(partition, 0), done + (size - done) * 2 // 3)
             deleted = {TopicPartition(self._own.topic, one): begin for one, begin in self._begins.items() if begin}
             self._admin.delete_records(deleted)
+            wait_until("the broker has written down where partitions begin", lambda: self._begins_are_durable(deleted))
+
+    def _begins_are_durable(self, begins: Mapping[TopicPartition, int]) -> bool:
+        lines = (self._broker_log / "log-start-offset-checkpoint").read_text().splitlines()
+        return {f"{topic} {partition} {begin}" for (topic, partition), begin in begins.items()} <= set(lines)
 
     def _reset(self) -> bool:
         """`kafka-consumer-groups --reset-offsets --to-earliest`; False where the group still has members."""
