@@ -20,6 +20,7 @@ from pipeline.command_line import (
     counter,
     load,
     quiet,
+    say,
     told,
 )
 from schemas.document import DEFAULT_TASK
@@ -53,10 +54,10 @@ def worker(
         try:
             summary = Worker(settings).run(until_drained)
         except StoppedAtOnce as stopped:
-            typer.echo(f"pagemill: {stopped}", err=True)
+            say(f"pagemill: {stopped}", err=True)
             raise typer.Exit(128 + stopped.signal_number) from None
     for line in summary.lines():
-        typer.echo(line)
+        say(line)
     if summary.imbalance:
         raise typer.Exit(EXIT_FAILED)
 
@@ -133,8 +134,9 @@ def audit(
         report = compare_topic_with_index(
             settings, topics=topic, until=until, job=job, num_named=show, on_progress=on_progress
         )
-    for line in report.lines():
-        typer.echo(line)
+    with told():
+        for line in report.lines():
+            typer.echo(line)
     if not report.is_complete:
         raise typer.Exit(EXIT_FAILED)
 
@@ -150,8 +152,8 @@ def check_config(config: ConfigOption = None, set_: SetOption = None) -> None:
         check_templates(settings.tasks)
         for name, task in settings.tasks.items():
             AnswerReader(name, task)  # refuses an output_schema that is none
-    for line in _toml_lines(masked_settings(settings)):
-        typer.echo(line)
+        for line in _toml_lines(masked_settings(settings)):
+            typer.echo(line)
 
 
 @app.command()

@@ -1,8 +1,10 @@
 """What the commands have in common: their options, the settings out of them, and our errors as one sentence."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,10 +81,33 @@ def told() -> Iterator[None]:
     try:
         yield
     except PagemillError as error:
-        typer.echo(f"pagemill: {error}", err=True)
+        say(f"pagemill: {error}", err=True)
         raise typer.Exit(EXIT_SETTINGS if isinstance(error, SettingsError) else EXIT_FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away: nothing to say, and nobody to say it to
         raise typer.Exit(EXIT_FAILED) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard_unwritten()
+        say("pagemill: the disk is full: make room and run the command again", err=True)
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def say(line: str, err: bool = False) -> None:
+    """A line of which nothing depends: where it cannot be written it is lost, and changes no exit code."""
+    with suppress(OSError):
+        typer.echo(line, err=err)
+    discard_unwritten()
+
+
+def discard_unwritten() -> None:
+    """Lets go of what a full disk did not take; the interpreter would try it again at its end, and fail for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

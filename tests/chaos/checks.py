@@ -11,6 +11,7 @@ from elasticsearch import Elasticsearch
 
 from pipeline.audit import audit
 from schemas.settings import Settings
+from tests.chaos.engine import TOLD_TO_FAIL
 from tests.e2e.documents import Sent, by_position
 from tests.e2e.servers import Servers
 from tests.e2e.workers import WorkerProcess
@@ -107,13 +108,15 @@ def check_stopped(worker: WorkerProcess, has_whole_log: bool) -> Iterator[str]:
         yield f"{worker.name}'s account does not balance: {end}"
 
 
-def check_ended(worker: WorkerProcess) -> Iterator[str]:
+def check_ended(worker: WorkerProcess, has_whole_log: bool) -> Iterator[str]:
     """A worker that ended by itself said why, in a sentence."""
     end = account(worker)
-    # A traceback within a line is a library's log of what it went on from.
-    if any(line.startswith("Traceback") for line in worker.log.splitlines()) or not last_words(worker).startswith(
-        "pagemill: "
-    ):
+    if not has_whole_log and end is None and worker.exit_code == 1:
+        return  # it could not say it
+    lines = worker.log.splitlines()
+    # A traceback within a line is a library's log of what it went on from; an engine that was told to fail has one.
+    num_tracebacks = sum(line.startswith("Traceback") for line in lines) - lines.count(f"RuntimeError: {TOLD_TO_FAIL}")
+    if num_tracebacks > 0 or not last_words(worker).startswith("pagemill: "):
         yield f"{worker.name} ended with {worker.exit_code} by itself: {last_words(worker)}"
     elif end is not None and end["imbalance"]:
         yield f"{worker.name}'s account does not balance: {end}"

@@ -28,6 +28,7 @@ _PROOF_TOKEN_IDS = (0,)  # of the worker's own first request, which belongs to n
 _DIGEST_BYTES = 8
 
 STEP_FAILS_SIGNAL = signal.SIGUSR1  # the next step then raises, as by a CUDA error
+TOLD_TO_FAIL = "told to fail"
 
 
 class RecordingEngine:
@@ -54,7 +55,7 @@ class RecordingEngine:
 
     def step(self) -> list[InferenceOutput]:
         if self._step_fails:
-            raise RuntimeError("told to fail")
+            raise RuntimeError(TOLD_TO_FAIL)
         outputs = self._engine.step()
         ended = [(self._lines.pop(output.request_id, None), output) for output in outputs]
         answered = [line for line, output in ended if line and not output.failure and output.finish_reason != "abort"]

@@ -169,16 +169,17 @@ class Lane:
     ) -> None:
         findings = outcome.findings
         for worker in crew.stopped:
+            has_whole_log = worker not in faults.without_whole_log
             # Our SIGTERM may come when it has said its last words and has but to end.
             if worker.exit_code in (1, -signal.SIGTERM) and topic.is_foretold(worker):
-                findings += checks.check_ended(worker)
+                findings += checks.check_ended(worker, has_whole_log)
                 continue
-            findings += checks.check_stopped(worker, worker not in faults.without_whole_log)
+            findings += checks.check_stopped(worker, has_whole_log)
         for worker in crew.ended:
             if outcome.made.kills_workers and worker.exit_code == -signal.SIGKILL:
                 outcome.num_killed += 1
                 continue
-            findings += checks.check_ended(worker)
+            findings += checks.check_ended(worker, worker not in faults.without_whole_log)
             outcome.ended.append(f"{worker.name}: {checks.last_words(worker)}")
         if left := [pid for pid in engines if is_alive(pid)]:
             findings.append(f"{len(left)} engine processes outlived their workers")

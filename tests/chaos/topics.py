@@ -4,6 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -124,9 +125,23 @@ class Topic:
             if worker in self._crew.running and worker.is_running and MADE_AGAIN not in worker.log:
                 yield f"{worker.name} has not noticed that the topic was made again"
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """The broker whole, and heard of by our client, whose first requests after a restart may still fail."""
+        with self._broker.whole():
+            wait_until("the broker answers the operator", self._is_answered)
+            yield
+
+    def _is_answered(self) -> bool:
+        try:
+            self._admin.list_group_offsets(self._own.name)
+        except KafkaError:
+            return False
+        return True
+
     def _add_partition(self) -> None:
         number = self._made.num_partitions + 1
-        with self._broker.whole():
+        with self._whole():
             self._admin.create_partitions({self._own.topic: number})
             wait_until("the partition is there", lambda: len(self._describe()["partitions"]) == number)
             self._own.produce(self._made.late)
@@ -134,7 +149,7 @@ class Topic:
     def _remake(self) -> None:
         """Deletes it, makes it again, and sends the same documents as before."""
         self._readers = [worker for worker in self._crew.running if READING in worker.log]
-        with self._broker.whole():
+        with self._whole():
             before = self._describe()["topic_id"]
             self._admin.delete_topics([self._own.topic])
             wait_until("the topic is made again", self._create)
@@ -149,7 +164,7 @@ class Topic:
         Not where nothing is: a group without an offset begins at the earliest, and cannot know that it was another.
         """
         sizes = Counter(one.partition for one in self._made.sent)
-        with self._broker.whole():
+        with self._whole():
             for partition, done in self.committed(self._admin).items():
                 size = sizes[partition]
                 self._begins[partition] = max(self._begins.get(partition, 0), done + (size - done) * 2 // 3)
@@ -163,7 +178,7 @@ class Topic:
 
     def _reset(self) -> bool:
         """`kafka-consumer-groups --reset-offsets --to-earliest`; False where the group still has members."""
-        with self._broker.whole():
+        with self._whole():
             committed = self.committed(self._admin)
             partitions = [TopicPartition(self._own.topic, number) for number in range(self._made.num_partitions)]
             try:

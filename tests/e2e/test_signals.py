@@ -2,7 +2,7 @@
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,9 @@ from pipeline.embedded import EmbeddedServer
 from tests.e2e.conftest import StartWorker
 from tests.e2e.documents import Sent, document
 from tests.e2e.servers import Servers
-from tests.e2e.workers import WorkerProcess, is_alive, wait_until
+from tests.e2e.workers import Process, WorkerProcess, is_alive, start_process, wait_until
 
+FULL = Path("/dev/full")
 NUM_DOCUMENTS = 400
 SMALL_STEPS = {"kafka": {"max_in_flight_documents": 16}, "engine": {"max_running": 4}}
 
@@ -60,6 +61,23 @@ def test_sigterm_stores_and_commits_what_is_in_flight_and_begins_nothing_new(
     assert rows == {f"d{i}": 1 for i in range(NUM_DOCUMENTS)}
     assert {row["worker"] for row in servers.rows()} == {"worker", "rest"}
     assert servers.committed() == {0: NUM_DOCUMENTS}
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs a disk that is always full")
+def test_sigterm_ends_it_well_though_the_disk_under_its_log_is_full(
+    servers: Servers, tmp_path: Path, tiny_model: Path
+) -> None:
+    def start(command: Sequence[str], folder: Path, _: Path) -> Process:
+        return start_process(command, folder, FULL)
+
+    worker = WorkerProcess(tmp_path, "worker", servers.settings(str(tiny_model), **SMALL_STEPS), start=start)
+    try:
+        wait_until("it has stored rows", lambda: servers.count_rows() >= 20)
+        worker.send(signal.SIGTERM)
+        assert worker.wait() == 0
+    finally:
+        worker.kill()
+    assert servers.committed() == {0: servers.count_rows()}
 
 
 def test_a_second_sigterm_ends_it_at_once(servers: Servers, start_worker: StartWorker, tiny_model: Path) -> None:

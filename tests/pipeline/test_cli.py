@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,15 @@ def test_a_mistake_in_the_settings_is_one_sentence_and_exit_code_2() -> None:
         "",
         "pagemill: --set 'kafka.topics': write it as key=value, such as kafka.topics=pagemill.documents\n",
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_output_on_a_full_disk_is_one_sentence_and_exit_code_1() -> None:
+    command = [sys.executable, "-m", "pipeline.cli", "check-config", "--set", "kafka.bootstrap_servers=a:1"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.stderr == "pagemill: the disk is full: make room and run the command again\n"
+    assert ended.returncode == 1
 
 
 def test_a_worker_without_addresses_says_what_to_set() -> None:
