@@ -99,7 +99,7 @@ class GroupCommits:
             except OffsetMetadataTooLargeError:
                 self._stop_writing_metadata()
                 self._consumer.commit(self._offsets(commits), timeout_ms=timeout_ms)
-        except KafkaError as error:
+        except (KafkaError, OSError) as error:
             logger.warning("the last commit was refused; the next owner repeats it", extra={"reason": repr(error)})
 
     def find(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, LeftBehind]:
@@ -109,7 +109,7 @@ class GroupCommits:
         try:
             fetch = self._consumer._coordinator.fetch_committed_offsets  # all at once, and with their metadata
             committed = fetch(partitions, timeout_ms=_LOOKUP_TIMEOUT_MS)
-        except KafkaError as error:
+        except (KafkaError, OSError) as error:
             logger.warning("what the group has committed will be asked again", extra={"reason": repr(error)})
             return {}
         left = {}

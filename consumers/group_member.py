@@ -6,7 +6,7 @@ thread is inside `read` or `close`, so the tracker has one owner at any time.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -25,6 +25,7 @@ from kafka.structs import MemberState
 from consumers.connection import client_options
 from consumers.group_commits import GroupCommits
 from consumers.offsets import OffsetTracker, Partition
+from consumers.stall import STALL_SECONDS, StallWatch
 from consumers.unreadable import why_unreadable
 from schemas.document import RawMessage, SourcePosition
 from schemas.errors import SourceError
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 _FETCH_MAX_BYTES = 16 * 2**20  # buffered by the client beside what is in flight
 _METADATA_MAX_AGE_SECONDS = 5.0  # how soon a topic that was made again is noticed
 _JOIN_SECONDS = 0.5
+_CLOSE_SECONDS = 5.0  # of a client that another one is to take the place of
 _LOOKUP_TIMEOUT_MS = 5_000
 
 
@@ -52,8 +54,10 @@ class GroupMember:
         self._tracker = tracker
         self._settle = settle  # brings completions that have arrived into the tracker
         self._clock = clock
+        self._reachable = settings
         self._consumer: Any = None
-        self._commits: GroupCommits  # from `connect` on
+        self._commits: GroupCommits  # from `connect` on, and so is the next
+        self._stall: StallWatch
         self._holds = False
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
         self._topic_ids: dict[str, UUID] = {}
@@ -67,6 +71,8 @@ class GroupMember:
         Raises SourceError where the client cannot be made.
         """
         settings = self._settings
+        self._reachable = reachable
+        self._stall = StallWatch(self._clock, STALL_SECONDS)
         is_cooperative = settings.assignor == "cooperative-sticky"
         try:
             self._consumer = KafkaConsumer(
@@ -121,7 +127,7 @@ class GroupMember:
         except NoOffsetForPartitionError as error:
             self._begin_at_the_earliest(error.args[0])
             return []
-        except RetriableError as error:
+        except (RetriableError, OSError) as error:  # that of a connection comes as it is where TLS or SASL begins
             logger.warning("reading from Kafka will be tried again", extra={"reason": repr(error)})
             time.sleep(timeout_seconds)  # poll failed at once: the wait that it was asked for is ours, at most 0.5 s
             return []
@@ -130,8 +136,12 @@ class GroupMember:
             self._check_topic_ids()  # another topic under the name has many symptoms
             raise SourceError(why_unreadable(error, self._settings, self._consumer)) from error
         self._check_fenced()
-        self._keep_joining()
+        self._keep_alive()
         self._check_topic_ids()
+        reads = self.is_stable and not self._holds and bool(self._consumer.assignment())
+        if stuck := self._stall.look(self._consumer, reads, bool(batches)):
+            self._join_anew(stuck)
+            return []
         elsewhere = self._track_assignment()
         raws: list[RawMessage] = []
         for (topic, partition), records in batches.items():
@@ -177,7 +187,7 @@ class GroupMember:
             )
         except NoOffsetForPartitionError as error:
             self._begin_at_the_earliest(error.args[0])
-        except RetriableError:
+        except (RetriableError, OSError):
             pass
         return False
 
@@ -187,7 +197,7 @@ class GroupMember:
         self._commits.send_and_wait(self._tracker.commits(is_clean=self.ends_cleanly), timeout_ms)
         try:
             self._consumer.close(timeout_ms=timeout_ms)
-        except (KafkaError, RuntimeError) as error:
+        except (KafkaError, RuntimeError, OSError) as error:
             logger.warning("the consumer did not close cleanly", extra={"reason": repr(error)})
         self.forget(list(self._tracker.partitions), "closed")
 
@@ -214,6 +224,8 @@ class GroupMember:
 
     def on_lost(self, partitions: Iterable[Partition]) -> None:
         """The session is over: others may own these already, so nothing is committed."""
+        for assignor in self._consumer._coordinator._assignors.values():
+            assignor.member_assignment = None  # or kafka-python 3.0.12 still claims them when it joins again
         self.forget(set(partitions) | self._revoking, "lost")
         self._revoking = set()
 
@@ -256,11 +268,21 @@ class GroupMember:
             logger.info("partition assigned", extra=extra)
         return elsewhere
 
-    def _keep_joining(self) -> None:
+    def _keep_alive(self) -> None:
         """A join that outlasts one poll is forgotten by kafka-python 3.0.12 where new metadata had caused it: the
-        member then heartbeats for ever and reads nothing. Asking again is harmless; a join under way is kept."""
-        if not self.is_stable:
+        member then heartbeats for ever and reads nothing. Asking again is harmless; a join under way is kept. And its
+        heartbeats end for good with an error of a connection that comes as it is."""
+        if self.is_stable:
+            self._consumer._coordinator._maybe_start_heartbeat_loop()
+        else:
             self._consumer._coordinator.request_rejoin()
+
+    def _join_anew(self, stuck: Mapping[TopicPartition, int]) -> None:
+        """With another client. What is in flight is fenced off, as after any other loss of the partitions."""
+        extra = {"stuck": {f"{one.topic}/{one.partition}": offset for one, offset in sorted(stuck.items())}}
+        logger.warning("the Kafka client has stopped reading: joining the group anew with another one", extra=extra)
+        self.close(_CLOSE_SECONDS)
+        self.connect(self._reachable)
 
     def _check_fenced(self) -> None:
         """Raises SourceError where another worker has our group_instance_id. kafka-python 3.0.12 then ends its
@@ -303,7 +325,7 @@ class GroupMember:
             if tracker.num_in_flight == 0:
                 try:
                     tracker.advance(self._position(TopicPartition(topic, partition)))
-                except KafkaError:
+                except (KafkaError, OSError):
                     continue
 
     def _group_is_at_end(self) -> bool:

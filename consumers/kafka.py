@@ -26,6 +26,7 @@ MAX_RECORDS_PER_READ = 1000
 # Between two reads that found nothing: doubling from the first to the second. The wait is ours and not the client's,
 # which asks again at once where a server answers "nothing" without waiting, as the embedded one does.
 _FIRST_IDLE_SECONDS, _IDLE_SECONDS = 0.002, 0.1
+_WITHHELD_SECONDS = 0.01  # the longest of them while documents wait for the broker's answer
 _HELD_READ_SECONDS = 0.05  # at most, between two reads while paused: they are only a sign of life
 _RESUME_BELOW = 0.75  # of the high marks
 _END_LOOKUP_SECONDS = 0.25
@@ -59,6 +60,7 @@ class KafkaSource:
         self._has_completions = threading.Event()
         self._handed_back: deque[Sequence[SourcePosition]] = deque()
         self._skipped: deque[Counter[Assignment]] = deque()
+        self._withheld: list[Document | RejectedDocument] = []  # ours: until the broker knows that they have begun
 
         self._has_assignment = False
         self._holds = False
@@ -139,7 +141,7 @@ class KafkaSource:
     @property
     def num_handed_out(self) -> int:
         with self._arrived:
-            waiting = [document.position for document in self._inbox]
+            waiting = [document.position for document in (*self._inbox, *self._withheld)]
         returned = [one for positions in (*self._completions, *self._handed_back) for one in positions]
         is_current = self._tracker.is_current
         return self._tracker.num_in_flight - sum(map(is_current, waiting)) - sum(map(is_current, returned))
@@ -201,8 +203,9 @@ class KafkaSource:
             mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
             self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
-            self._hand_over([self._decode(raw, limit) for raw in in_flight])
+            self._withheld += [self._decode(raw, limit) for raw in in_flight]
         self._commit()
+        self._hand_over()
         self._outage.look(self._member.silent_seconds)
         self._has_assignment = self._member.is_stable and not self._outage.is_away
         self._look_for_the_end()
@@ -211,7 +214,7 @@ class KafkaSource:
             self._has_completions.wait(_HELD_READ_SECONDS)  # and not in the client: what completes makes room at once
         elif not raws:
             self._closing.wait(self._idle_seconds)
-            self._idle_seconds = min(2 * self._idle_seconds, _IDLE_SECONDS)
+            self._idle_seconds = min(2 * self._idle_seconds, _WITHHELD_SECONDS if self._withheld else _IDLE_SECONDS)
 
     def _commit(self) -> None:
         to_isolate = self._to_isolate
@@ -250,9 +253,16 @@ class KafkaSource:
             self._holds = False
         self._member.hold(self._holds)
 
-    def _hand_over(self, documents: list[Document | RejectedDocument]) -> None:
+    def _hand_over(self) -> None:
+        if not self._withheld:
+            return
         with self._arrived:
-            self._inbox.extend(documents)
+            withheld, self._withheld = self._withheld, []
+            for document in withheld:
+                if self._tracker.may_begin(document.position):
+                    self._inbox.append(document)
+                elif self._tracker.is_current(document.position):
+                    self._withheld.append(document)
             self._arrived.notify()
 
     def _count_skipped(self, raws: list[RawMessage], in_flight: list[RawMessage]) -> None:
@@ -262,10 +272,11 @@ class KafkaSource:
 
     def _hand_back_if_draining(self) -> None:
         with self._arrived:
-            if not self._draining or not self._inbox:
+            if not self._draining or not (self._inbox or self._withheld):
                 return
-            untouched = [document.position for document in self._inbox]
+            untouched = [document.position for document in (*self._inbox, *self._withheld)]
             self._inbox.clear()
+            self._withheld.clear()
         self._tracker.hand_back(untouched)
 
     def _apply_completions(self) -> None:

@@ -56,6 +56,8 @@ class PartitionTracker:
         self._change = 0
         self._committed_change = 0  # the state that the broker acknowledged; 0: that of the assignment
         self._must_tell = 0  # the state up to which a next owner must know after a crash; told at once
+        self._told_base = 0  # what the broker acknowledged: all below is complete,
+        self._told_started = 0  # and nothing from here on has begun
         self._crash_count = 0
         self._suspect_until = 0
         self._lost, self._losses_alone = range(0), 0
@@ -111,14 +113,19 @@ class PartitionTracker:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether something is left of what earlier owners died over."""
-        return self._crash_count > 0 and (self.committable or 0) < self._suspect_until
+        """Whether something may be left of what earlier owners died over, as far as the broker knows."""
+        return self._crash_count > 0 and self._told_base < self._suspect_until
 
     @property
     def is_announced(self) -> bool:
         """Whether the broker knows of this epoch what a next owner must know after a crash: that there is work, and
         which of it runs alone."""
         return self._committed_change >= self._must_tell
+
+    def may_begin(self, offset: int) -> bool:
+        """Whether work on it may begin. Before the broker knows that there is work, and while something may be left of
+        what earlier owners died over, a death over what the broker does not know of would be forgotten, for ever."""
+        return offset < self._told_started or (self.is_announced and not self.has_suspects)
 
     def start(self, raw: RawMessage) -> bool:
         """Takes the message in; it is kept until it completes, so that it can still be dead-lettered.
@@ -207,6 +214,8 @@ class PartitionTracker:
     def acknowledge(self, commit: Commit) -> None:
         """The broker has stored it."""
         self._committed_change = max(self._committed_change, commit.change)
+        self._told_base = max(self._told_base, commit.offset)
+        self._told_started = max(self._told_started, commit.progress.started)
 
     def _completed(self, base: int, next_offset: int) -> OffsetBitmap:
         """Complete beyond `base`: what is neither in flight nor handed back, and what is not yet read again."""
@@ -341,6 +350,11 @@ class OffsetTracker:
     def is_current(self, position: SourcePosition) -> bool:
         """Whether the position's assignment still holds. From any thread."""
         return self._current(position) is not None
+
+    def may_begin(self, position: SourcePosition) -> bool:
+        """Whether work on it may begin, which for a position of an earlier assignment is never."""
+        tracker = self._current(position)
+        return tracker is not None and tracker.may_begin(position.offset)
 
     def suspicion(self, position: SourcePosition) -> Suspicion | None:
         """What workers that died with this document in work say of it. From any thread."""

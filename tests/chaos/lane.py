@@ -169,6 +169,9 @@ class Lane:
     ) -> None:
         findings = outcome.findings
         for worker in crew.stopped:
+            if outcome.made.kills_workers and worker.exit_code == -signal.SIGKILL:
+                outcome.num_killed += 1
+                continue
             has_whole_log = worker not in faults.without_whole_log
             # Our SIGTERM may come when it has said its last words and has but to end.
             if worker.exit_code in (1, -signal.SIGTERM) and topic.is_foretold(worker):

@@ -28,6 +28,9 @@ WORKER_KILLER = "worker killer"
 # Rounds that did not hold once, or cost more than they should have, and what they showed. Every run begins with them.
 KEPT = {
     4245: "the offset of a deleted topic was believed where another partition had none: documents were passed over",
+    730430: "SIGTERM with the disk under a worker's log full: it ended in order, but with exit code 1",
+    730461: "a reset connection ended a worker, and a client that had missed its broker's death read nothing any more",
+    730843: "a document killed workers faster than they could tell that they had begun it, and was never convicted",
     888174: "two workers made the index at once, and one took the other's alias for an index",
     888185: "what a killed worker had completed was forgotten by the next owner, which read none of it",
     148: "a full disk under a worker's log ended the worker, and what it had in flight was computed again",

@@ -287,9 +287,47 @@ def test_the_search_is_forgotten_once_all_suspects_are_through() -> None:
     assert tracker.commits()[P0].progress.lost == range(6, 7)
     searched = [tracker.has_suspects]
     tracker.complete([raw(offset).position for offset in range(3, 11)])
+    commits = tracker.commits()
     searched.append(tracker.has_suspects)
-    assert searched == [True, False]
-    assert tracker.commits()[P0].progress == left(11, 12)
+    assert commits[P0].progress == left(11, 12)
+    tracker.acknowledge(commits)
+    searched.append(tracker.has_suspects)
+    assert searched == [True, True, False], "until the broker knows"
+
+
+def test_no_work_begins_before_the_broker_knows_that_there_is_some() -> None:
+    tracker = OffsetTracker()
+    tracker.assign(P0)
+    tracker.start([raw(0), raw(1)])
+    commits = tracker.commits()
+    tracker.start([raw(2)])
+    assert not any(tracker.may_begin(raw(offset).position) for offset in range(3))
+    tracker.acknowledge(commits)
+    assert all(tracker.may_begin(raw(offset).position) for offset in range(3)), "from then on all may"
+    assert not tracker.may_begin(raw(0, epoch=2).position)
+
+
+def test_after_a_death_only_what_the_broker_knows_of_may_begin_until_it_knows_that_the_suspects_are_through() -> None:
+    """The next owner knows of no death over anything else, however often its documents kill."""
+    tracker = OffsetTracker()
+    tracker.assign(P0, 3, left(3, 5, crashes=1))
+    begun = []
+
+    def look() -> None:
+        begun.append([offset for offset in range(3, 9) if tracker.may_begin(raw(offset).position)])
+
+    def tell() -> None:
+        tracker.acknowledge(tracker.commits())
+        look()
+
+    tracker.start([raw(offset) for offset in range(3, 6)])
+    look()
+    tell()
+    tracker.start([raw(6)])
+    tracker.complete([raw(3).position, raw(4).position])
+    look()
+    tell()
+    assert begun == [[], [3, 4, 5], [3, 4, 5], [3, 4, 5, 6, 7, 8]]
 
 
 def test_a_window_beyond_what_metadata_holds_is_told_as_far_as_it_goes() -> None:

@@ -22,7 +22,9 @@ DEADLY_TOKEN = 7
 MAX_DEATHS = 3 + 2 + 1  # until the search begins; halving three documents down to one; that one's second
 
 
+@pytest.mark.parametrize("step_seconds", [0.0, 0.3], ids=["at once", "later"])
 def test_a_document_that_kills_worker_and_engine_is_convicted_and_its_neighbours_are_answered(
+    step_seconds: float,
     kafka_broker: KafkaBroker,
     elasticsearch_node: ElasticsearchNode,
     fresh_name: Callable[[str], str],
@@ -41,8 +43,7 @@ def test_a_document_that_kills_worker_and_engine_is_convicted_and_its_neighbours
             Sent("killer", 0, document(id="killer", prompt_token_ids=[DEADLY_TOKEN])),
         ]
     )
-    # Each step takes longer than the commit that tells of its documents.
-    engine = fake_engine_command(end_worker_on_token=DEADLY_TOKEN, step_seconds=0.3, requests_per_step=1)
+    engine = fake_engine_command(end_worker_on_token=DEADLY_TOKEN, step_seconds=step_seconds, requests_per_step=1)
     settings = servers.settings(str(tiny_model), kafka={"group_instance_id": "restarted"})
     exit_codes: list[int] = []
     logs: list[str] = []

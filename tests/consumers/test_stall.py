@@ -1,0 +1,92 @@
+"""A client that reads nothing though there is something to read is noticed, and another one takes its place."""
+
+from collections.abc import Callable
+
+import pytest
+from kafka import TopicPartition
+from kafka.errors import KafkaTimeoutError
+
+from consumers.stall import StallWatch
+from tests.consumers.harness import BrokerView, kafka_settings, offsets_of, produce, prompts, running, take, wait_until
+from tests.fakes import FakeClock
+from tests.servers.kafka_broker import KafkaBroker
+
+P0, P1 = TopicPartition("documents", 0), TopicPartition("documents", 1)
+
+
+class FakeConsumer:
+    """Two partitions: where they are read, and where they end."""
+
+    def __init__(self) -> None:
+        self.positions = {P0: 5, P1: 9}
+        self.ends = {P0: 5, P1: 9}
+        self.is_away = False
+
+    def assignment(self) -> set[TopicPartition]:
+        return set(self.positions)
+
+    def position(self, partition: TopicPartition, timeout_ms: int) -> int:
+        return self.positions[partition]
+
+    def end_offsets(self, partitions: list[TopicPartition], timeout_ms: int) -> dict[TopicPartition, int]:
+        if self.is_away:
+            raise KafkaTimeoutError
+        return {partition: self.ends[partition] for partition in partitions}
+
+
+def test_what_stands_still_before_an_end_for_all_of_the_patience_is_stuck() -> None:
+    clock, consumer = FakeClock(), FakeConsumer()
+    watch = StallWatch(clock, patience_seconds=30.0)
+
+    def look(seconds: float, reads: bool = True, has_read: bool = False) -> dict[TopicPartition, int]:
+        clock.advance(seconds)
+        return watch.look(consumer, reads, has_read)
+
+    assert [look(15.0), look(15.0)] == [{}, {}], "all is read"
+    consumer.ends = {P0: 5, P1: 20}
+    assert [look(15.0), look(10.0), look(5.0)] == [{}, {}, {P1: 9}]
+    consumer.positions[P1] = 12
+    assert [look(15.0), look(15.0)] == [{}, {P1: 12}], "it has moved on, and stands again"
+    assert [look(15.0), look(1.0, has_read=True), look(14.0), look(1.0), look(15.0)] == [{P1: 12}, {}, {}, {}, {P1: 12}]
+    assert [look(100.0, reads=False), look(15.0)] == [{}, {}], "it was not to read"
+    consumer.is_away = True
+    assert [look(15.0), look(15.0)] == [{}, {}], "nothing is known"
+
+
+@pytest.mark.real_servers
+def test_a_member_whose_client_has_stopped_fetching_joins_anew_and_reads_on(
+    kafka_broker: KafkaBroker,
+    kafka_topic: Callable[..., str],
+    broker_view: BrokerView,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("consumers.group_member.STALL_SECONDS", 2.0)
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(5)))
+    with running(settings) as source:
+        documents = take(source, 5)
+        monkeypatch.setattr(source._member._consumer._fetcher, "_create_fetch_requests", dict)  # none, from now on
+        for first in (5, 10):  # what is under way brings some still
+            produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(first, first + 5)))
+            source.complete([document.position for document in documents])
+            documents = take(source, 5)
+        source.complete([document.position for document in documents])
+        wait_until(source.is_drained, "all is read")
+    assert offsets_of(documents) == list(range(10, 15))
+    assert "has stopped reading" in caplog.text
+    assert broker_view.committed(settings) == 15
+
+
+@pytest.mark.real_servers
+def test_a_member_that_lost_its_partitions_does_not_claim_them_when_it_joins_again(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    with running(settings) as source:
+        wait_until(lambda: source.has_assignment and bool(source._tracker.partitions), "it has joined")
+        assignor = source._member._consumer._coordinator._assignors["cooperative-sticky"]
+        claimed = [assignor.metadata(settings.topics).owned_partitions]
+        source._member.on_lost([])
+        claimed.append(assignor.metadata(settings.topics).owned_partitions)
+    assert [len(claims) for claims in claimed] == [1, 0]
