@@ -141,7 +141,7 @@ class DeadLetterWriter:
                 max_block_ms=10_000,
                 max_request_size=self._max_bytes + 2**20,
             )
-        except KafkaError as error:
+        except (KafkaError, OSError) as error:
             raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} does not answer: {error}") from error
         # The option above does not reach the producer's metadata requests (kafka-python 3.0.12), and a topic made in
         # passing would lose its dead letters to the default retention.

@@ -91,7 +91,7 @@ class GroupMember:
                 fetch_max_bytes=_FETCH_MAX_BYTES,
                 receive_message_max_bytes=2**31 - 1,  # a broker may answer with more than was asked for
             )
-        except KafkaError as error:
+        except (KafkaError, OSError) as error:
             raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} does not answer: {error}") from error
         self._commits = GroupCommits(self._consumer, settings, self._tracker, self._topic_ids, self._clock)
         self._consumer.subscribe(topics=list(settings.topics), listener=_Listener(self))

@@ -126,7 +126,7 @@ class LogReader:
             batches: Mapping[Any, Sequence[Any]] = self._consumer.poll(
                 timeout_ms=_POLL_MS, max_records=MAX_RECORDS_PER_READ
             )
-        except RetriableError as error:
+        except (RetriableError, OSError) as error:
             logger.warning("reading from Kafka will be tried again", extra={"reason": repr(error)})
             time.sleep(_POLL_MS / 1000)
             return {}
@@ -171,5 +171,5 @@ def _raw(partition: Any, record: Any) -> RawMessage:
 def _named(settings: KafkaSettings) -> Iterator[None]:
     try:
         yield
-    except KafkaError as error:
+    except (KafkaError, OSError) as error:
         raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} cannot be read: {error!r}") from None

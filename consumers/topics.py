@@ -90,7 +90,7 @@ def _wait_until_usable(admin: Any, topics: Sequence[str], timeout_seconds: float
     while time.monotonic() < deadline:
         try:
             admin.wait_for_topics(list(topics), timeout_ms=1000)
-        except (KafkaError, UnknownTopicOrPartitionError):
+        except (KafkaError, OSError, UnknownTopicOrPartitionError):
             continue
         return
     raise SourceError(f"the topics {', '.join(topics)} were made, but have no leader after {timeout_seconds:.0f} s")
@@ -101,11 +101,11 @@ def _admin(settings: KafkaSettings) -> Iterator[Any]:
     options = client_options(settings)
     try:
         admin = KafkaAdminClient(**options)
-    except KafkaError as error:
+    except (KafkaError, OSError) as error:
         raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} does not answer: {error}") from None
     try:
         yield admin
-    except KafkaError as error:
+    except (KafkaError, OSError) as error:
         raise SourceError(f"Kafka at {', '.join(settings.bootstrap_servers)} refuses: {error}") from None
     finally:
         admin.close()

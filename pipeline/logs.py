@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TextIO
 
@@ -9,6 +11,8 @@ import structlog
 
 # What the libraries say below this is about their own machinery.
 _LIBRARIES = ("kafka", "elastic_transport", "elasticsearch", "urllib3")
+_REPEAT_SECONDS = 10.0
+_MAX_REPEATED = 1000  # different messages that are told apart
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -43,6 +47,8 @@ def configure_logs(level: str, log_format: Literal["json", "console"]) -> None:
             foreign_pre_chain=[*shared, _add_extra],
         )
     )
+    if number > logging.DEBUG:
+        handler.addFilter(LibraryRepeats())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
@@ -65,6 +71,31 @@ class _Stream:
     def flush(self) -> None:
         with suppress(OSError):
             self._stream.flush()
+
+
+class LibraryRepeats(logging.Filter):
+    """Of what a library says again and again, as of a server that is away, a line every ten seconds, which says how
+    many were left out before it: kafka-python alone writes thirty a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}  # -> when last, and how many times since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] not in _LIBRARIES:
+            return True
+        said, now = (record.name, str(record.msg)), self._clock()
+        last, left_out = self._told.get(said, (float("-inf"), 0))
+        if now - last < _REPEAT_SECONDS:
+            self._told[said] = (last, left_out + 1)
+            return False
+        if len(self._told) >= _MAX_REPEATED:
+            self._told.clear()
+        self._told[said] = (now, 0)
+        if left_out:
+            record.left_out = left_out
+        return True
 
 
 def silence_logs() -> None:

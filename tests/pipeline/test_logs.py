@@ -1,12 +1,16 @@
 """Logs: one JSON object a line on standard error, from our loggers and the libraries' alike."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pipeline.logs import LibraryRepeats
+from tests.fakes import FakeClock
 
 PROGRAM = """
 import logging, structlog
@@ -73,3 +77,25 @@ def test_a_full_disk_under_the_log_costs_its_lines_and_stops_nobody() -> None:
             [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=full, text=True, check=True
         )
     assert ended.stdout == "went on\n"
+
+
+def test_of_what_a_library_repeats_a_line_every_ten_seconds_stays_and_says_how_many_it_stands_for() -> None:
+    clock = FakeClock()
+    repeats = LibraryRepeats(clock)
+
+    def says(name: str, message: str, *arguments: object) -> int | None:
+        """The number left out before this line; None where the line itself is."""
+        record = logging.LogRecord(name, logging.ERROR, "", 0, message, arguments, None)
+        return getattr(record, "left_out", 0) if repeats.filter(record) else None
+
+    lost = "connection to %s lost"
+    assert [says("kafka.net", lost, "a"), says("kafka.net", lost, "b"), says("kafka.net", lost, "a")] == [0, None, None]
+    assert [says("kafka.cluster", lost, "a"), says("kafka.net", "another")] == [0, 0]
+    assert [says("consumers.kafka", lost, "a"), says("consumers.kafka", lost, "a")] == [0, 0], "ours are all told"
+    clock.advance(9.9)
+    assert says("kafka.net", lost, "a") is None
+    clock.advance(0.2)
+    assert [says("kafka.net", lost, "a"), says("kafka.net", lost, "a")] == [3, None]
+    for number in range(2000):
+        says("kafka.net", f"written out: {number}")
+    assert len(repeats._told) <= 1000
