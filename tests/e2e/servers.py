@@ -7,10 +7,11 @@ from typing import Any
 from elasticsearch import ApiError, Elasticsearch
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
-from kafka.errors import CoordinatorNotAvailableError, NotCoordinatorError
+from kafka.errors import CoordinatorNotAvailableError, InvalidReplicationFactorError, NotCoordinatorError
 
 from pipeline.embedded import PRODUCER_OPTIONS
 from tests.e2e.documents import LIMITS, TASKS, Sent
+from tests.e2e.workers import wait_until
 
 # The embedded server sends a whole backlog in one reply.
 CONSUMER_OPTIONS: dict[str, Any] = {"enable_auto_commit": False, "receive_message_max_bytes": 2**31 - 1}
@@ -66,11 +67,18 @@ class Servers:
     def create_topic(
         self, num_partitions: int, replication_factor: int = 1, configs: Mapping[str, str] | None = None
     ) -> None:
+        topic = NewTopic(self.topic, num_partitions, replication_factor, topic_configs=dict(configs or {}))
         admin = KafkaAdminClient(bootstrap_servers=self.kafka)
+
+        def is_made() -> bool:
+            try:
+                admin.create_topics([topic])
+            except InvalidReplicationFactorError:  # a broker that has just come back counts for none yet
+                return False
+            return True
+
         try:
-            admin.create_topics(
-                [NewTopic(self.topic, num_partitions, replication_factor, topic_configs=dict(configs or {}))]
-            )
+            wait_until("the topic is made", is_made)
         finally:
             admin.close()
 
