@@ -194,6 +194,7 @@ class GroupMember:
     def close(self, timeout_seconds: float) -> None:
         """Commits what is complete, leaves the group, and forgets its partitions."""
         timeout_ms = max(1, round(timeout_seconds * 1000))
+        self._settle()
         self._commits.send_and_wait(self._tracker.commits(is_clean=self.ends_cleanly), timeout_ms)
         try:
             self._consumer.close(timeout_ms=timeout_ms)

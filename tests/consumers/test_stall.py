@@ -7,7 +7,7 @@ from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
 from consumers.stall import StallWatch
-from tests.consumers.harness import BrokerView, kafka_settings, offsets_of, produce, prompts, running, take, wait_until
+from tests.consumers.harness import BrokerView, kafka_settings, offsets_of, produce, prompts, running, wait_until
 from tests.fakes import FakeClock
 from tests.servers.kafka_broker import KafkaBroker
 
@@ -64,16 +64,22 @@ def test_a_member_whose_client_has_stopped_fetching_joins_anew_and_reads_on(
     monkeypatch.setattr("consumers.group_member.STALL_SECONDS", 2.0)
     settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
     produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(5)))
+    read: set[int] = set()
     with running(settings) as source:
-        documents = take(source, 5)
-        monkeypatch.setattr(source._member._consumer._fetcher, "_create_fetch_requests", dict)  # none, from now on
-        for first in (5, 10):  # what is under way brings some still
-            produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(first, first + 5)))
+
+        def has_read(number: int) -> bool:
+            documents = source.poll(100, 0.05)
             source.complete([document.position for document in documents])
-            documents = take(source, 5)
-        source.complete([document.position for document in documents])
-        wait_until(source.is_drained, "all is read")
-    assert offsets_of(documents) == list(range(10, 15))
+            read.update(offsets_of(documents))
+            return len(read) == number
+
+        wait_until(lambda: has_read(5), "the first are read")
+        monkeypatch.setattr(source._member._consumer._fetcher, "_create_fetch_requests", dict)  # none, from now on
+        for number in (10, 15):  # what is under way brings some still
+            produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(number - 5, number)))
+            wait_until(lambda number=number: has_read(number), "more are read")  # type: ignore[misc]
+        wait_until(lambda: has_read(15) and source.is_drained(), "all is read")
+    assert read == set(range(15))
     assert "has stopped reading" in caplog.text
     assert broker_view.committed(settings) == 15
 
