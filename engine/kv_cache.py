@@ -12,6 +12,7 @@ import torch
 class KVCache:
     """keys and values: (num_layers, num_blocks, block_size, num_kv_heads, head_size), zeroed at start.
 
+    On a CPU they lie in memory head by head within a block, as its attention reads them.
     One block table addresses all layers. Pages are read past a sequence's end by some kernels, so they must be finite.
     """
 
@@ -29,6 +30,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
+        if device.type == "cpu":
+            by_head = (num_layers, num_blocks, num_kv_heads, block_size, head_size)
+            return cls(*(_zeros(by_head, dtype, device).transpose(2, 3) for _ in range(2)))
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_size)
         return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
 

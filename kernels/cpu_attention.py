@@ -130,13 +130,14 @@ class CpuAttention:
         attended[:, batch.tokens] = out.view(num_kv_heads, num_rows, group, head_size)
 
     def _gather(self, name: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(len(index), head_size), by slot x num_kv_heads + head."""
+        """(len(index), head_size), by the plan's `key_index`."""
         block_size, num_kv_heads, head_size = cache.shape[1:]
+        by_head = cache.transpose(1, 2)
         num_bytes = head_size * cache.itemsize
-        if not (cache.is_contiguous() and num_bytes % 8 == 0):
-            slots, heads = index // num_kv_heads, index % num_kv_heads
-            return cache[slots // block_size, slots % block_size, heads]
+        if not (by_head.is_contiguous() and num_bytes % 8 == 0):
+            blocks_and_heads = index // block_size
+            return cache[blocks_and_heads // num_kv_heads, index % block_size, blocks_and_heads % num_kv_heads]
         rows = self._memory.take(name, (len(index), num_bytes // 8), torch.int64)
         # As int64, whatever the dtype: torch copies rows of bf16 element by element.
-        torch.index_select(cache.view(-1, head_size).view(torch.int64), 0, index, out=rows)
+        torch.index_select(by_head.view(-1, head_size).view(torch.int64), 0, index, out=rows)
         return rows.view(cache.dtype)

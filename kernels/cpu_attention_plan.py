@@ -38,7 +38,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """`key_index`: slot x num_kv_heads + head of each of the row's keys, head after head, the last one repeated."""
+    """`key_index`: of each of the row's keys, head after head, the last one repeated:
+    (block x num_kv_heads + head) x block_size + offset, which is where it lies in a CPU's cache."""
 
     key_index: torch.Tensor  # (num_kv_heads x num_keys,) int64
     tiles: list[Tile]
@@ -278,8 +279,8 @@ def _key_index(
 ) -> torch.Tensor:
     """(num_kv_heads x n x m,) from positions (n, m) in the sequences of n tables."""
     block_ids = block_tables[table_ids[:, None], positions // kind.block_size].long()
-    slots = block_ids * kind.block_size + positions % kind.block_size
-    return (slots.flatten() * kind.num_kv_heads + torch.arange(kind.num_kv_heads)[:, None]).flatten()
+    of_first_head = block_ids * (kind.num_kv_heads * kind.block_size) + positions % kind.block_size
+    return (of_first_head.flatten() + torch.arange(kind.num_kv_heads)[:, None] * kind.block_size).flatten()
 
 
 def _round_up(num_keys: int) -> int:

@@ -103,12 +103,10 @@ def write_kv(
     if not bool(written.all()):  # on a CPU only: a captured graph has padding, the CPU's runner rarely
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     slot_mapping = slot_mapping.long()
-    for source, cache in ((key, key_cache), (value, value_cache)):
-        if cache.is_contiguous():
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, source)
-        else:
-            block_size = cache.shape[1]
-            cache[slot_mapping // block_size, slot_mapping % block_size] = source
+    block_size = key_cache.shape[1]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, offsets] = key
+    value_cache[blocks, offsets] = value
 
 
 def _check_write(

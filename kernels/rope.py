@@ -96,7 +96,7 @@ def apply_rope(
     for x in _joined(query, key):
         rotated = x[..., : 2 * half]
         as_float = rotated.float()
-        crossed = torch.cat((as_float[..., half:], as_float[..., :half]), -1)
+        crossed = as_float.unflatten(-1, (2, half)).flip(-2).flatten(-2)
         rotated.copy_(crossed.mul_(sin_of_token).addcmul_(as_float, cos_of_token))
     return query, key
 

@@ -24,6 +24,9 @@ from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope import apply_rope
 from kernels.rope_kv import rope_kv
 
+# A layer's activations of so many tokens stay in a CPU's caches from product to product.
+CPU_ROWS = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -102,11 +105,8 @@ class Decoder:
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
             attended = self._attend(layer, layer_id, hidden, batch, cache, plan)
-            gated, residual = self._feed_forward(layer, attended, residual)
             following = self._layers[layer_id + 1].attention_norm
-            hidden, residual = self._precision.add_norm(
-                layer.down, gated, residual, following, self.config.rms_norm_eps
-            )
+            hidden, residual = self._to_next_layer(layer, attended, residual, following)
         last = len(self._layers) - 1
         return self._attend(self._layers[last], last, hidden, batch, cache, plan), residual
 
@@ -145,6 +145,18 @@ class Decoder:
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
+
+    def _to_next_layer(
+        self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor, following: torch.Tensor
+    ) -> tuple[Any, torch.Tensor]:
+        """From a layer's attention to the next layer's normed input and the residual."""
+        if self.device.type == "cpu" and len(attended) > CPU_ROWS:
+            rows = zip(torch.split(attended, CPU_ROWS), torch.split(residual, CPU_ROWS), strict=True)
+            parts = [self._to_next_layer(layer, *part, following) for part in rows]
+            hidden, residual = (torch.cat(part) for part in zip(*parts, strict=True))
+            return hidden, residual
+        gated, residual = self._feed_forward(layer, attended, residual)
+        return self._precision.add_norm(layer.down, gated, residual, following, self.config.rms_norm_eps)
 
     def _feed_forward(self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """From a layer's attention to its last product, which is left to what follows: (its input, the residual)."""

@@ -52,6 +52,8 @@ def test_contiguous_pages_as_a_layer_of_the_pool_has_them() -> None:
     step = make_step(MIXED)
     pool = torch.stack((step.key_cache, step.value_cache))
     assert_both_paths_equal_the_truth(replace(step, key_cache=pool[0], value_cache=pool[1]))
+    by_head = pool.transpose(2, 3).contiguous().transpose(2, 3)  # on a CPU
+    assert_both_paths_equal_the_truth(replace(step, key_cache=by_head[0], value_cache=by_head[1]))
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
@@ -231,7 +233,8 @@ def test_a_long_context_is_cut_into_batches_of_bounded_scores() -> None:
 
 def test_a_plan_and_its_memory_serve_inside_and_outside_inference_mode() -> None:
     step = make_step(MIXED).on_cpu()
-    step = replace(step, key_cache=step.key_cache.contiguous(), value_cache=step.value_cache.contiguous())
+    keys, values = (cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (step.key_cache, step.value_cache))
+    step = replace(step, key_cache=keys, value_cache=values)
     attention = CpuAttention()
     outs = []
     for mode in (True, False, True):

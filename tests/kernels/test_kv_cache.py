@@ -12,19 +12,23 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("layout", ["by_token", "by_head", "strided"])
 @pytest.mark.parametrize(("num_kv_heads", "head_size", "block_size"), [(2, 64, 16), (1, 80, 8), (3, 96, 16)])
 def test_tokens_land_in_their_slots_and_nothing_else_changes(
-    num_kv_heads: int, head_size: int, block_size: int, strided: bool, dtype: torch.dtype
+    num_kv_heads: int, head_size: int, block_size: int, layout: str, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(6, 4 + 2 * num_kv_heads, head_size, generator=generator).to(DEVICE, dtype)
     key, value = qkv[:, 4 : 4 + num_kv_heads], qkv[:, 4 + num_kv_heads :]
     slots = torch.tensor([block_size - 1, -1, block_size, 0, -1, 5 * block_size - 1], device=DEVICE)
+    strided = layout == "strided"
     if strided:  # keys and values side by side in one pool
         both = torch.full((5, block_size, num_kv_heads, 2 * head_size), 7.0, dtype=dtype, device=DEVICE)
     else:  # a layer of the engine's pool
         both = torch.full((2, 3, 5, block_size, num_kv_heads, head_size), 7.0, dtype=dtype, device=DEVICE)
+
+    if layout == "by_head":  # that of a CPU
+        both = both.transpose(3, 4).contiguous().transpose(3, 4)
 
     def caches(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (pool[..., :head_size], pool[..., head_size:]) if strided else (pool[0, 1], pool[1, 1])
