@@ -4,6 +4,8 @@ The angles are the caller's: cos and sin (max_positions, rotary_dim / 2) float32
 Dimensions from rotary_dim on pass through unchanged.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -89,16 +91,32 @@ def apply_rope(
     if query.is_cuda:
         return apply_rope_triton(query, key, positions, cos, sin)
     _check_rope(query, key, positions, cos, sin)
-    half = cos.shape[1]
-    cos_of_token = cos.index_select(0, positions).repeat(1, 2).unsqueeze(1)
-    sin_of_token = sin.index_select(0, positions).unsqueeze(1)
-    sin_of_token = torch.cat((-sin_of_token, sin_of_token), -1)
-    for x in _joined(query, key):
-        rotated = x[..., : 2 * half]
-        as_float = rotated.float()
-        crossed = as_float.unflatten(-1, (2, half)).flip(-2).flatten(-2)
-        rotated.copy_(crossed.mul_(sin_of_token).addcmul_(as_float, cos_of_token))
+    rotate(query, key, Rotation.of(positions, cos, sin))
     return query, key
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A step's angles on a CPU, worked out once for all layers."""
+
+    cos: torch.Tensor  # (num_tokens, 1, rotary_dim) float32: the second half is the first
+    sin: torch.Tensor  # the same, but the first half is negative
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> "Rotation":
+        """positions (num_tokens,) int64; cos and sin as `apply_rope`'s."""
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (cos, sin))
+        return cls(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def rotate(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> None:
+    """`apply_rope` on a CPU."""
+    num_rotated = rotation.cos.shape[2]
+    for x in _joined(query, key):
+        rotated = x[..., :num_rotated]
+        as_float = rotated.float()
+        crossed = as_float.unflatten(-1, (2, num_rotated // 2)).flip(-2).flatten(-2)
+        rotated.copy_(crossed.mul_(rotation.sin).addcmul_(as_float, rotation.cos))
 
 
 def _joined(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, ...]:

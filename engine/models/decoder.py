@@ -21,7 +21,7 @@ from kernels.attention_plan import AttentionPlan, AttentionRows
 from kernels.fp8 import ProductScales
 from kernels.kv_cache import write_kv
 from kernels.norm import add_rms_norm, rms_norm
-from kernels.rope import apply_rope
+from kernels.rope import Rotation, rotate
 from kernels.rope_kv import rope_kv
 
 # A layer's activations of so many tokens stay in a CPU's caches from product to product.
@@ -101,14 +101,16 @@ class Decoder:
             batch.max_sequence_length, batch.num_decode_rows, batch.shared,
         )  # fmt: skip
         plan = self._attention.prepare(rows)
+        # A GPU works angles out layer by layer.
+        rotation = Rotation.of(batch.positions, self._cos, self._sin) if self.device.type == "cpu" else None
         residual = self._embedding(batch.token_ids)
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
-            attended = self._attend(layer, layer_id, hidden, batch, cache, plan)
+            attended = self._attend(layer, layer_id, hidden, batch, cache, plan, rotation)
             following = self._layers[layer_id + 1].attention_norm
             hidden, residual = self._to_next_layer(layer, attended, residual, following)
         last = len(self._layers) - 1
-        return self._attend(self._layers[last], last, hidden, batch, cache, plan), residual
+        return self._attend(self._layers[last], last, hidden, batch, cache, plan, rotation), residual
 
     def finish(
         self, attended: torch.Tensor, residual: torch.Tensor, logits_indices: torch.Tensor | None
@@ -137,11 +139,18 @@ class Decoder:
         return self._head.greedy(logits)
 
     def _attend(
-        self, layer: _Layer, layer_id: int, hidden: Any, batch: ForwardBatch, cache: KVCache, plan: AttentionPlan
+        self,
+        layer: _Layer,
+        layer_id: int,
+        hidden: Any,
+        batch: ForwardBatch,
+        cache: KVCache,
+        plan: AttentionPlan,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
         """From a layer's normed input to what its queries attended, (num_tokens, query_size)."""
         qkv, scales = self._precision.project(layer.qkv, hidden)
-        query = self._rotate_and_write(layer, qkv, scales, batch, *cache.layer(layer_id))
+        query = self._rotate_and_write(layer, qkv, scales, batch, rotation, *cache.layer(layer_id))
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
@@ -172,6 +181,7 @@ class Decoder:
         qkv: torch.Tensor,
         scales: ProductScales | None,
         batch: ForwardBatch,
+        rotation: Rotation | None,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
@@ -183,13 +193,14 @@ class Decoder:
                 layer.query_norm, layer.key_norm, config.rms_norm_eps, scales,
             )  # fmt: skip
         assert scales is None, "only CUDA devices leave products unscaled"
+        assert rotation is not None, "a CPU's angles are worked out for the whole step"
         num_kv_heads = config.num_kv_heads
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * num_kv_heads, config.head_size)
         query, key, value = torch.split(heads, [config.num_heads, num_kv_heads, num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
             key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
-        apply_rope(query, key, batch.positions, self._cos, self._sin)
+        rotate(query, key, rotation)
         write_kv(key, value, keys, values, batch.slot_mapping)
         return query
 
