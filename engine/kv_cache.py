@@ -1,10 +1,11 @@
 """The pool of pages that holds every layer's keys and values."""
 
 import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 
@@ -58,6 +59,10 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are the system's: a page of memory is taken when it is first written, not all of them at start.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    # The system's zeros: memory is taken when it is first written, not all of it at start; and 2 MB at a time where
+    # the system has such pages, as taking 4 kB each time is half a second of a first step of 7,000 tokens.
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

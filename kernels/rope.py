@@ -95,6 +95,9 @@ def apply_rope(
     return query, key
 
 
+_ROWS_AT_A_TIME = 1024  # on a CPU, whose caches hold what so many make on the way: a fifth of the time of 7,000 at once
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
     """A step's angles on a CPU, worked out once for all layers."""
@@ -111,12 +114,13 @@ class Rotation:
 
 def rotate(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> None:
     """`apply_rope` on a CPU."""
-    num_rotated = rotation.cos.shape[2]
     for x in _joined(query, key):
-        rotated = x[..., :num_rotated]
-        as_float = rotated.float()
-        crossed = as_float.unflatten(-1, (2, num_rotated // 2)).flip(-2).flatten(-2)
-        rotated.copy_(crossed.mul_(rotation.sin).addcmul_(as_float, rotation.cos))
+        rotated = x[..., : rotation.cos.shape[2]]
+        parts = (tensor.split(_ROWS_AT_A_TIME) for tensor in (rotated, rotation.cos, rotation.sin))
+        for rows, cos, sin in zip(*parts, strict=True):
+            as_float = rows.float()
+            first, second = as_float.chunk(2, -1)
+            rows.copy_(torch.cat((second, first), -1).mul_(sin).addcmul_(as_float, cos))
 
 
 def _joined(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, ...]:
