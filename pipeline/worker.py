@@ -54,8 +54,12 @@ HEALTH_SECONDS = 2.0  # an answer of Elasticsearch's is good for so long
 STORE_SECONDS = 5.0  # at the least, for rows of computed answers at the end
 
 
-class StoppedAtOnce(Exception):
-    """A signal before anything was consumed: there is nothing to drain."""
+class StoppedAtOnce(BaseException):
+    """A signal before anything was consumed: there is nothing to drain.
+
+    No Exception: it comes out of a signal handler in the middle of anything, and whoever catches those there, as
+    logging does, would go on as if there had been no signal.
+    """
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} while starting")
