@@ -54,9 +54,9 @@ class GroupMember:
         self._tracker = tracker
         self._settle = settle  # brings completions that have arrived into the tracker
         self._clock = clock
-        self._reachable = settings
+        self._reachable: KafkaSettings  # from `connect` on, and so are the next
         self._consumer: Any = None
-        self._commits: GroupCommits  # from `connect` on, and so is the next
+        self._commits: GroupCommits
         self._stall: StallWatch
         self._holds = False
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
