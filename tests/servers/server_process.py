@@ -37,7 +37,7 @@ class ServerProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self, answers: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
+    def start(self, answers: Callable[[], bool], timeout_seconds: float = 180.0) -> None:
         """Starts it and waits until `answers()`. Raises ServersUnavailable with the log's end where it does not."""
         assert not self.is_running, f"already running as {self.pid}"
         with self.log_path.open("ab") as log:
