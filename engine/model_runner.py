@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
+from engine.lanes import Lanes
 from engine.models.decoder import Decoder
 from engine.request import Request
 from engine.step_plan import DoneStep, SampledTokens, ScheduledTokens, StepPlan
@@ -101,6 +102,8 @@ class ModelRunner:
         self._sampler = sampler
         self._ranks = ranks or Ranks()
         self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
+        # Ranks add their parts up in the middle of a layer, all in one order: no lanes there.
+        self._lanes = Lanes(torch.get_num_threads() if decoder.group.size == 1 else 1)
         self._sampling: set[int] = set()  # request ids that the sampler knows
         # Totals. A device's work counts where it is waited for.
         self._step_seconds = dict.fromkeys(("prepare", "forward", "sample"), 0.0)
@@ -137,7 +140,7 @@ class ModelRunner:
         if batch is None:
             return SampledTokens()
         prepared = time.perf_counter()
-        hidden = self._decoder.forward(batch, self._cache)
+        hidden = self._lanes.forward(self._decoder, batch, self._cache)
         sampling = [run.request for run in plan.scheduled if run.samples]
         logits = self._decoder.gather_logits(self._decoder.logits(hidden))
         computed = time.perf_counter()

@@ -9,6 +9,7 @@ Key biases make scores of 1,400 in Qwen2.5-0.5B, and of 70 behind the move.
 """
 
 import math
+import threading
 
 import torch
 
@@ -16,8 +17,11 @@ from kernels.attention_plan import AttentionPlan, AttentionRows
 from kernels.cpu_attention_plan import CpuAttentionPlan, DecodeBatch, PrefillRow
 
 
-class _Memory:
-    """Where keys, values and scores of one batch lie until the next: fresh pages for each cost twice the copying."""
+class _Memory(threading.local):
+    """Where keys, values and scores of one batch lie until the next: fresh pages for each cost twice the copying.
+
+    Each thread has its own.
+    """
 
     def __init__(self) -> None:
         self._bytes: dict[str, torch.Tensor] = {}
@@ -32,7 +36,7 @@ class _Memory:
 
 
 class CpuAttention:
-    """The `Attention` of a CPU; one thread's, as its memory is."""
+    """The `Attention` of a CPU. Several threads may attend at once."""
 
     def __init__(self) -> None:
         self._memory = _Memory()

@@ -3,7 +3,7 @@
 embedding -> layers of [norm, qkv, (q/k norm), rope, KV write, attention, output, norm, gate_up, SiLU, down] -> norm
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ from kernels.rope_kv import rope_kv
 
 # A layer's activations of so many tokens stay in a CPU's caches from product to product.
 CPU_ROWS = 2048
+
+
+def _nothing() -> None:
+    """Nobody else writes to the cache in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +90,19 @@ class Decoder:
         self.dtype = embedding.dtype
         self._attention = select_attention(device, self.dtype, config.head_size)
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: KVCache, all_written: Callable[[], object] = _nothing
+    ) -> torch.Tensor:
         """(num_sampling_rows, hidden_size): the hidden states at `batch.logits_indices`; the cache gets every token's
-        keys and values.
+        keys and values. `all_written`: called in each layer once the batch's are there, before any are read.
         """
-        return self.finish(*self.attend_all(batch, cache), batch.logits_indices)
+        return self.finish(*self.attend_all(batch, cache, all_written), batch.logits_indices)
 
-    def attend_all(self, batch: ForwardBatch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend_all(
+        self, batch: ForwardBatch, cache: KVCache, all_written: Callable[[], object] = _nothing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Up to the last layer's attention, behind which only sampling rows matter: (what it attended, the residual)
-        of every token. The cache gets all keys and values.
+        of every token. The cache gets all keys and values; `all_written` as `forward`'s.
         """
         rows = AttentionRows(
             batch.block_tables, batch.query_starts, batch.sequence_lengths, batch.max_query_length,
@@ -106,11 +114,11 @@ class Decoder:
         residual = self._embedding(batch.token_ids)
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
-            attended = self._attend(layer, layer_id, hidden, batch, cache, plan, rotation)
+            attended = self._attend(layer, layer_id, hidden, batch, cache, plan, rotation, all_written)
             following = self._layers[layer_id + 1].attention_norm
             hidden, residual = self._to_next_layer(layer, attended, residual, following)
         last = len(self._layers) - 1
-        return self._attend(self._layers[last], last, hidden, batch, cache, plan, rotation), residual
+        return self._attend(self._layers[last], last, hidden, batch, cache, plan, rotation, all_written), residual
 
     def finish(
         self, attended: torch.Tensor, residual: torch.Tensor, logits_indices: torch.Tensor | None
@@ -147,10 +155,12 @@ class Decoder:
         cache: KVCache,
         plan: AttentionPlan,
         rotation: Rotation | None,
+        all_written: Callable[[], object],
     ) -> torch.Tensor:
         """From a layer's normed input to what its queries attended, (num_tokens, query_size)."""
         qkv, scales = self._precision.project(layer.qkv, hidden)
         query = self._rotate_and_write(layer, qkv, scales, batch, rotation, *cache.layer(layer_id))
+        all_written()
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
         return attended.view(qkv.shape[0], self.config.query_size)
