@@ -45,9 +45,11 @@ class BlockHasher:
         if len(raw) < self._stride:
             return ()
         first = raw[: self._stride]
-        known_raw, known_hashes = self._latest.pop(first, (b"", ()))
-        num_alike = _num_blocks_alike(raw, known_raw, self._stride)
-        hashes = _extend(known_hashes[:num_alike], raw, self._stride, self._root)
+        known: tuple[bytes, ...] = ()
+        if (latest := self._latest.pop(first, None)) is not None:
+            known_raw, known_hashes = latest
+            known = known_hashes[: _num_blocks_alike(raw, known_raw, self._stride)]
+        hashes = _extend(known, raw, self._stride, self._root)
         self._latest[first] = raw, hashes
         if len(self._latest) > self._max_remembered:
             self._latest.popitem(last=False)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -98,7 +99,7 @@ class PreparedDocument:
 
     document: Document
     task: CompiledTask
-    token_ids: tuple[int, ...]
+    token_ids: "array[int]"  # int32: 4 bytes a token of the backlog, as everything that packs them wants them
     block_hashes: tuple[bytes, ...]
     sampling: SamplingParams
     seed: int
@@ -122,7 +123,6 @@ class PromptBuilder:
         self._context = min(engine.max_model_len, engine.kv_cache_tokens or engine.max_model_len)
         self._hasher = BlockHasher(engine.block_size, engine.identity)
         self._clock = clock
-        self._shared_ids: dict[int, int] = {}  # each token id of the backlog once: 8 bytes a token of it and not 36
         self._max_rendered_characters = max_rendered_characters
 
     def prepare(self, document: Document) -> PreparedDocument:
@@ -147,7 +147,6 @@ class PromptBuilder:
             truncated = True
         if sampling.max_tokens > self._context - len(token_ids):
             sampling = dataclasses.replace(sampling, max_tokens=self._context - len(token_ids))
-        token_ids = tuple(map(self._shared_ids.setdefault, token_ids, token_ids))
         seed = sampling.seed if sampling.seed is not None else derived_seed(document.identity)
         hashes = self._hasher.hash_blocks(token_ids)
         return PreparedDocument(document, task, token_ids, hashes, sampling, seed, truncated)
@@ -162,7 +161,7 @@ class PromptBuilder:
         """Until then; negative where it has passed."""
         return (deadline - self._clock()).total_seconds()
 
-    def _token_ids(self, task: CompiledTask, message: DocumentMessage) -> tuple[int, ...]:
+    def _token_ids(self, task: CompiledTask, message: DocumentMessage) -> "array[int]":
         if message.prompt_token_ids is not None:
             token_ids = message.prompt_token_ids
             if token_ids and max(token_ids) >= self._vocab_size:
@@ -171,11 +170,11 @@ class PromptBuilder:
                     FailureCode.BAD_MESSAGE,
                     f"prompt_token_ids[{at}] is {bad}; the model's vocabulary ends at {self._vocab_size - 1}",
                 )
-            return token_ids
+            return array("i", token_ids)
         if message.prompt is not None:
             if not message.prompt:
-                return ()  # a beginning-of-sequence token alone asks nothing
-            return tuple(self._tokenizer.encode(message.prompt))
+                return array("i")  # a beginning-of-sequence token alone asks nothing
+            return array("i", self._tokenizer.encode(message.prompt))
         escape = self._tokenizer.escape
         if message.messages is not None:
             if not self._tokenizer.has_chat_template:
@@ -189,14 +188,14 @@ class PromptBuilder:
         assert message.fields is not None, "a message has one content"
         text = self._render(task, message.fields)
         if not task.task.chat:
-            return tuple(self._tokenizer.encode_escaped(text))
+            return array("i", self._tokenizer.encode_escaped(text))
         turns = [{"role": "user", "content": text}]
         if task.system is not None:
             turns.insert(0, {"role": "system", "content": task.system})
         return self._chat_ids(turns)
 
-    def _chat_ids(self, turns: list[dict[str, str]]) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode_escaped(self._tokenizer.render_chat(turns), add_bos=False))
+    def _chat_ids(self, turns: list[dict[str, str]]) -> "array[int]":
+        return array("i", self._tokenizer.encode_escaped(self._tokenizer.render_chat(turns), add_bos=False))
 
     def _render(self, task: CompiledTask, fields: dict[str, Any]) -> str:
         if task.template is None:
@@ -251,7 +250,7 @@ class PromptBuilder:
                 )
         return task.with_room_for_labels(sampling)
 
-    def _truncated(self, task: CompiledTask, token_ids: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+    def _truncated(self, task: CompiledTask, token_ids: "array[int]", sampling: SamplingParams) -> "array[int]":
         """The prompt without its middle, or DocumentError where the task does not want that.
 
         What remains is the context less the room for the answer (at most half of it), in equal parts from head and

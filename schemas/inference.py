@@ -2,6 +2,7 @@
 machine that has torch and nothing else of ours. What is made once a request is a named tuple: half the time of a frozen
 dataclass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -70,7 +71,7 @@ class InferenceRequest(NamedTuple):
     """One prompt for the engine. `request_id` is unique among the requests that the engine has not ended."""
 
     request_id: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: SamplingParams
     seed: int  # what the draws start from; sampling.seed, or derived from the document
     kind: Kind = "generate"

@@ -293,4 +293,4 @@ class BrokerSource:
 
 
 def _name(request: InferenceRequest) -> str:
-    return bytes(request.token_ids).decode()
+    return bytes(list(request.token_ids)).decode()

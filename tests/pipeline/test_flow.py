@@ -514,7 +514,7 @@ def test_documents_that_workers_died_over_run_in_their_groups_with_nothing_else(
     submit = engine.submit
 
     def note(requests: Sequence[InferenceRequest]) -> None:
-        numbers = [int(bytes(request.token_ids).decode().removeprefix("number ")) for request in requests]
+        numbers = [int(bytes(list(request.token_ids)).decode().removeprefix("number ")) for request in requests]
         submitted.append((sorted(numbers), list(source.isolated)))
         submit(requests)
 
