@@ -9,7 +9,7 @@ import re
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum
 from functools import lru_cache
@@ -36,7 +36,7 @@ from schemas.document import (
     Usage,
 )
 from schemas.errors import Failure, FailureCode, SettingsError, Stage
-from schemas.inference import InferenceOutput, Kind, SamplingParams, TokenLogprobs
+from schemas.inference import InferenceOutput, Kind, TokenLogprobs
 from schemas.settings import TASK_NAME_PATTERN
 from schemas.task import Task
 
@@ -263,7 +263,6 @@ def build_answer(
     answer: Answer,
     output: InferenceOutput,
     made_by: WorkerIdentity,
-    *,
     kind: Kind,
     attempts: int,
     answered_at: datetime,
@@ -273,29 +272,33 @@ def build_answer(
     receipt: Receipt | None = None,
 ) -> DocumentResult:
     """The row of an output. `answer.failure` set: a failed row that keeps the text, so that a person can see it."""
+    job, task, document_id = document.identity
+    queue_ms, prefill_ms, decode_ms = output.timing
+    # In the order of the fields: to match so many names to theirs takes longer than all else about the object.
     return DocumentResult(
-        job=document.identity.job,
-        id=document.identity.document_id,
-        task=document.identity.task,
-        kind=kind,
-        model=made_by.model,
-        status="answered" if answer.failure is None else "failed",
-        source=_result_source(document),
-        worker=made_by.worker,
-        attempts=attempts,
-        answered_at=answered_at,
-        failure=answer.failure,
-        text=answer.text,
-        parsed=answer.parsed,
-        label=answer.label,
-        finish_reason=output.finish_reason,
-        stop_reason=None if output.stop_reason is None else str(output.stop_reason),
-        logprobs=None if output.logprobs is None else [_logprobs_entry(token) for token in output.logprobs],
-        truncated=truncated,
-        usage=Usage(output.num_prompt_tokens, output.num_cached_tokens, len(output.token_ids)),
-        timing=Timing(wait_ms, output.timing.queue_ms, output.timing.prefill_ms, output.timing.decode_ms, total_ms),
-        metadata=document.message.metadata,
-        receipt=receipt,
+        job,
+        document_id,
+        task,
+        kind,
+        made_by.model,
+        "answered" if answer.failure is None else "failed",
+        _result_source(document),
+        made_by.worker,
+        attempts,
+        answered_at,
+        answer.failure,
+        answer.text,
+        answer.parsed,
+        answer.label,
+        None,  # label_scores
+        output.finish_reason,
+        None if output.stop_reason is None else str(output.stop_reason),
+        None if output.logprobs is None else [_logprobs_entry(token) for token in output.logprobs],
+        truncated,
+        Usage(output.num_prompt_tokens, output.num_cached_tokens, len(output.token_ids)),
+        Timing(wait_ms, queue_ms, prefill_ms, decode_ms, total_ms),
+        document.message.metadata,
+        receipt,
     )
 
 
@@ -333,30 +336,12 @@ def build_rejection_row(row: DocumentResult, failure: Failure) -> DocumentResult
     )  # fmt: skip
 
 
-def build_receipt(
-    *,
-    weights: str,
-    tokenizer: str,
-    template: str,
-    sampling: SamplingParams | dict[str, Any],
-    seed: int,
-    engine_version: str,
-    prompt_token_ids: Sequence[int] | None,
-) -> Receipt:
-    """What a rerun needs; `sampling` ready made where it is a task's. `prompt_token_ids` becomes base64 of
-    little-endian uint32; `seed` is below 2^63, as a `long` holds it."""
-    packed = None
-    if prompt_token_ids is not None:
-        packed = base64.b64encode(_little_endian(prompt_token_ids)).decode("ascii")
-    plain = asdict(sampling) if isinstance(sampling, SamplingParams) else sampling
-    return Receipt(weights, tokenizer, template, plain, seed, engine_version, packed)
-
-
-def _little_endian(token_ids: Sequence[int]) -> bytes:
-    packed = array("I", token_ids)
+def packed_prompt(token_ids: Sequence[int]) -> str:
+    """A receipt's `prompt_token_ids`: base64 of little-endian uint32."""
+    packed = array("i", token_ids)  # the same bytes as unsigned: ids are below 2^31
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed.tobytes()
+    return base64.b64encode(packed).decode("ascii")
 
 
 def _result_source(document: Document | RejectedDocument) -> ResultSource:

@@ -1,6 +1,7 @@
 """Makes rows: what the flow knows about a document, and the engine's output, as the sink takes it."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import version
 from typing import TypeAlias
@@ -12,7 +13,7 @@ from pipeline.results import (
     WorkerIdentity,
     build_answer,
     build_failure_row,
-    build_receipt,
+    packed_prompt,
     row_id,
     version_of,
 )
@@ -58,21 +59,21 @@ class RowBuilder:
     def answer_row(self, work: Work, answer: Answer, output: InferenceOutput, now: float, answered_at: datetime) -> Row:
         """The row of an output, answered or failed."""
         prepared = work.prepared
-        document = prepared.document
+        document, task = prepared.document, prepared.task.task
         result = build_answer(
             document,
             answer,
             output,
             self._made_by,
-            kind=prepared.task.task.kind,
-            attempts=document.attempt + work.tries,
-            answered_at=answered_at,
+            task.kind,
+            document.attempt + work.tries,
+            answered_at,
             wait_ms=round(1000 * (work.submitted - work.arrived), 3),
             total_ms=round(1000 * (now - work.arrived), 3),
             truncated=prepared.truncated,
             receipt=self._receipt(prepared) if self._receipts else None,
         )
-        return result, version_of(document), document.position, prepared.task.task.index
+        return result, version_of(document), document.position, task.index
 
     def failure_row(
         self, document: Document | RejectedDocument, failure: Failure, answered_at: datetime, tries: int = 1
@@ -96,13 +97,13 @@ class RowBuilder:
 
     def _receipt(self, prepared: PreparedDocument) -> Receipt:
         task = prepared.task
-        return build_receipt(
-            weights=self.weights,
-            tokenizer=self._tokenizer_fingerprint,
-            template=task.fingerprint,
+        return Receipt(
+            self.weights,
+            self._tokenizer_fingerprint,
+            task.fingerprint,
             # asdict takes longer than all the rest of a row; most documents have the task's own sampling.
-            sampling=task.plain_sampling if prepared.sampling is task.sampling else prepared.sampling,
-            seed=prepared.seed,
-            engine_version=self._engine_version,
-            prompt_token_ids=prepared.token_ids,
+            task.plain_sampling if prepared.sampling is task.sampling else asdict(prepared.sampling),
+            prepared.seed,
+            self._engine_version,
+            packed_prompt(prepared.token_ids),
         )

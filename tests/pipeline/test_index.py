@@ -1,6 +1,6 @@
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import orjson
@@ -8,7 +8,7 @@ import pytest
 from elasticsearch import BadRequestError, Elasticsearch
 
 from pipeline.index import RESULTS_MAPPING, ensure_index, mapping_differences
-from pipeline.results import build_receipt
+from pipeline.results import packed_prompt
 from schemas.document import DocumentResult, Receipt, ResultSource, Timing, Usage
 from schemas.errors import Failure, FailureCode, SinkError, Stage
 from schemas.inference import SamplingParams
@@ -138,10 +138,7 @@ def test_the_mapping_takes_every_kind_of_row_and_refuses_a_field_it_does_not_kno
 ) -> None:
     alias = fresh_name("results")
     ensure_index(client, alias, SETTINGS)
-    receipt = build_receipt(
-        weights="w", tokenizer="t", template="p", sampling=SamplingParams(), seed=2**63 - 1, engine_version="1",
-        prompt_token_ids=[1, 2, 3],
-    )  # fmt: skip
+    receipt = Receipt("w", "t", "p", asdict(SamplingParams()), 2**63 - 1, "1", packed_prompt([1, 2, 3]))
     logprobs = [{"token_id": 1, "logprob": -0.5, "top": [{"token_id": 1, "logprob": -0.5}]}]
     deep: Any = 1
     for _ in range(100):
