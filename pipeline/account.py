@@ -1,7 +1,6 @@
 """Counts what became of every document, and where its time went. One thread's; others read plain numbers."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -39,13 +38,14 @@ class Account:
 
     @property
     def ended(self) -> int:
-        return sum(self.outcomes().values())
+        return self.indexed + self.already_done + self.superseded + self.failed + self.cancelled + self.handed_back
 
     def outcomes(self) -> dict[str, int]:
         return {outcome.value: getattr(self, outcome.value) for outcome in Outcome}
 
     def add(self, outcome: Outcome, number: int = 1) -> None:
-        setattr(self, outcome.value, getattr(self, outcome.value) + number)
+        name = outcome.value
+        setattr(self, name, getattr(self, name) + number)
 
     def imbalance(self, num_in_flight: int) -> int:
         """Documents that were lost (positive) or counted twice (negative); 0 is what must be.
@@ -63,12 +63,17 @@ class Account:
 class Book(NamedTuple):
     """What an account is kept for: one job in one epoch of one partition. Job "": passed over without being decoded."""
 
-    assignment: Assignment
+    topic: str
+    partition: int
+    epoch: int
     job: str
 
     def __str__(self) -> str:
-        topic, partition, epoch = self.assignment
-        return f"{topic}/{partition}, epoch {epoch}, job {self.job or '(not decoded)'}"
+        return f"{self.topic}/{self.partition}, epoch {self.epoch}, job {self.job or '(not decoded)'}"
+
+    @property
+    def assignment(self) -> Assignment:
+        return Assignment(self.topic, self.partition, self.epoch)
 
 
 class Ledger:
@@ -82,8 +87,7 @@ class Ledger:
         self.total = total
         self.books: dict[Book, Account] = {}
         self.num_twice = 0  # endings of documents that were not open
-        self._open: dict[SourcePosition, Book] = {}
-        self._open_by_assignment: Counter[Assignment] = Counter()
+        self._open: dict[SourcePosition, Account] = {}  # -> the book's, which is kept while it does not balance
 
     @property
     def num_open(self) -> int:
@@ -91,35 +95,32 @@ class Ledger:
 
     def num_open_in(self, is_wanted: Callable[[Assignment], bool]) -> int:
         """Open documents of these assignments."""
-        return sum(number for assignment, number in self._open_by_assignment.items() if is_wanted(assignment))
+        return sum(number for book, number in self.unbalanced().items() if is_wanted(book.assignment))
 
     def deliver(self, position: SourcePosition, job: str) -> None:
-        book = Book(position.assignment, job)
-        self._open[position] = book
-        self._open_by_assignment[book.assignment] += 1
-        self._account(book).delivered += 1
+        account = self._account(Book(position.topic, position.partition, position.epoch, job))
+        self._open[position] = account
+        account.delivered += 1
         self.total.delivered += 1
 
-    def end(self, position: SourcePosition, outcome: Outcome) -> None:
+    def end(self, positions: Sequence[SourcePosition], outcome: Outcome) -> None:
         """A document that ends twice unbalances the total for good, as it must."""
-        self.total.add(outcome)
-        book = self._open.pop(position, None)
-        if book is None:
-            self.num_twice += 1
-            return
-        self.books[book].add(outcome)
-        self._open_by_assignment[book.assignment] -= 1
-        if not self._open_by_assignment[book.assignment]:
-            del self._open_by_assignment[book.assignment]
+        self.total.add(outcome, len(positions))
+        for position in positions:
+            account = self._open.pop(position, None)
+            if account is None:
+                self.num_twice += 1
+            else:
+                account.add(outcome)
 
     def skip(self, assignment: Assignment, num_documents: int) -> None:
         """Delivered, complete before this assignment, and not looked at."""
-        for account in (self._account(Book(assignment, "")), self.total):
+        for account in (self._account(Book(*assignment, "")), self.total):
             account.delivered += num_documents
             account.already_done += num_documents
 
     def unbalanced(self) -> dict[Book, int]:
-        """Once nothing is in flight any more: the books with documents that never ended, and how many."""
+        """The books with documents that have not ended, and how many; once nothing is in flight, that never will."""
         left = {book: account.imbalance(0) for book, account in self.books.items()}
         return {book: number for book, number in left.items() if number}
 

@@ -66,7 +66,7 @@ class Arrivals:
             documents += looked_up
             for position, verdict in done:
                 outcome = Outcome.ALREADY_DONE if verdict is Verdict.ALREADY_DONE else Outcome.SUPERSEDED
-                self._totals.ledger.end(position, outcome)
+                self._totals.ledger.end([position], outcome)
             if done:
                 self._source.complete([position for position, _ in done])
         self._arrived.extend([(document, now) for document in documents])

@@ -109,8 +109,7 @@ class OutgoingRows:
 
     def hand_back(self, positions: Sequence[SourcePosition]) -> None:
         """These end without a row: their next owner does them."""
-        for position in positions:
-            self._totals.ledger.end(position, Outcome.HANDED_BACK)
+        self._totals.ledger.end(positions, Outcome.HANDED_BACK)
         if positions:
             self._source.hand_back(positions)
 
@@ -141,20 +140,29 @@ class OutgoingRows:
             positions, verdict = self._acknowledged.popleft()
             parts.last_stored = now
             parts.num_stored += len(positions)
+            answered: list[SourcePosition] = []
             for position in positions:
                 put, failure = self._storing.pop(position)
                 parts.storing += now - put
-                if failure is None:  # a failed row says nothing: it may stand for one that was rejected
-                    self._limits.passed(Gate.ROW)
-                outcome = _outcome(verdict, failure)
-                ledger.end(position, outcome)
-                if failure is not None and outcome in (Outcome.FAILED, Outcome.CANCELLED):
-                    self._totals.failures[failure.code.value] = self._totals.failures.get(failure.code.value, 0) + 1
+                if failure is None:
+                    answered.append(position)
+                else:
+                    self._failed_row_settled(position, verdict, failure)
+            if answered:
+                self._limits.passed(Gate.ROW, len(answered))
+                ledger.end(answered, _outcome(verdict, None))
         while self._rejected:
             rejected = self._rejected.popleft()
             del self._storing[rejected.position]
             result = build_rejection_row(rejected.row, rejected.failure)
             self.fail((result, rejected.version, rejected.position, rejected.index), rejected.failure)
+
+    def _failed_row_settled(self, position: SourcePosition, verdict: Verdict, failure: Failure) -> None:
+        """It passes no gate: it may stand for a row that was rejected."""
+        outcome = _outcome(verdict, failure)
+        self._totals.ledger.end([position], outcome)
+        if outcome in (Outcome.FAILED, Outcome.CANCELLED):
+            self._totals.failures[failure.code.value] = self._totals.failures.get(failure.code.value, 0) + 1
 
     def drop_what_is_not_ours(self) -> list[SourcePosition]:
         """Dead letters of partitions that went elsewhere, which nobody will acknowledge; says which.

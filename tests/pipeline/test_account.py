@@ -20,16 +20,16 @@ def test_an_account_is_kept_by_epoch_partition_and_job() -> None:
     for offset in range(4):
         ledger.deliver(at(offset), "a" if offset < 3 else "b")
     ledger.deliver(at(0, epoch=2), "a")
-    ledger.end(at(0), Outcome.INDEXED)
-    ledger.end(at(1), Outcome.FAILED)
-    ledger.end(at(3), Outcome.CANCELLED)
+    ledger.end([at(0)], Outcome.INDEXED)
+    ledger.end([at(1)], Outcome.FAILED)
+    ledger.end([at(3)], Outcome.CANCELLED)
     assert ledger.books == {
-        Book(FIRST, "a"): Account(delivered=3, indexed=1, failed=1),
-        Book(FIRST, "b"): Account(delivered=1, cancelled=1),
-        Book(SECOND, "a"): Account(delivered=1),
+        Book(*FIRST, "a"): Account(delivered=3, indexed=1, failed=1),
+        Book(*FIRST, "b"): Account(delivered=1, cancelled=1),
+        Book(*SECOND, "a"): Account(delivered=1),
     }
     assert ledger.total == Account(delivered=5, indexed=1, failed=1, cancelled=1)
-    assert ledger.unbalanced() == {Book(FIRST, "a"): 1, Book(SECOND, "a"): 1}
+    assert ledger.unbalanced() == {Book(*FIRST, "a"): 1, Book(*SECOND, "a"): 1}
     assert ledger.examples(9) == [at(2), at(0, epoch=2)]
     assert ledger.num_open_in(lambda assignment: assignment == SECOND) == 1
 
@@ -37,8 +37,8 @@ def test_an_account_is_kept_by_epoch_partition_and_job() -> None:
 def test_a_document_that_ends_twice_unbalances_the_account() -> None:
     ledger = Ledger(Account())
     ledger.deliver(at(0), "a")
-    ledger.end(at(0), Outcome.INDEXED)
-    ledger.end(at(0), Outcome.HANDED_BACK)
+    ledger.end([at(0)], Outcome.INDEXED)
+    ledger.end([at(0)], Outcome.HANDED_BACK)
     assert (ledger.total.imbalance(0), ledger.num_twice, ledger.num_open) == (-1, 1, 0)
 
 
@@ -55,9 +55,9 @@ def test_books_that_balance_are_closed_before_they_fill_the_memory() -> None:
     ledger.deliver(at(10**6), "open")
     for number in range(2 * MAX_BOOKS):
         ledger.deliver(at(number), f"job-{number}")
-        ledger.end(at(number), Outcome.INDEXED)
+        ledger.end([at(number)], Outcome.INDEXED)
         assert len(ledger.books) <= MAX_BOOKS
-    assert ledger.unbalanced() == {Book(FIRST, "open"): 1}
+    assert ledger.unbalanced() == {Book(*FIRST, "open"): 1}
     assert ledger.total.delivered == 2 * MAX_BOOKS + 1
 
 
@@ -76,7 +76,7 @@ def test_over_any_history_open_is_delivered_less_ended(steps: list[tuple[str, in
             ledger.deliver(position, job)
             open_now[position] = 1
         elif what != "deliver" and position in open_now:
-            ledger.end(position, Outcome(what))
+            ledger.end([position], Outcome(what))
             del open_now[position]
         assert ledger.num_open == len(open_now) == ledger.total.delivered - ledger.total.ended
         assert ledger.num_open_in(lambda _: True) == len(open_now)

@@ -932,7 +932,7 @@ def test_a_document_that_the_source_never_hears_of_is_an_imbalance_of_the_run(ma
     stage.flow.open_engine()
     stage.flow.turn()
     lost = stage.flow._window._running.popitem()[1]
-    stage.flow.totals.ledger.end(lost.prepared.document.position, Outcome.INDEXED)
+    stage.flow.totals.ledger.end([lost.prepared.document.position], Outcome.INDEXED)
     assert stage.balance() == (2, 0), "the account alone does not show it"
     stage.flow.reconciliation.check()
     clock.advance(PATIENCE_SECONDS)

@@ -50,7 +50,7 @@ def test_who_is_unaccounted_for_is_named_by_book_and_by_example() -> None:
     totals = Totals()
     for offset in range(3):
         totals.ledger.deliver(SourcePosition("documents", 2, offset, epoch=7), "nightly")
-    totals.ledger.end(SourcePosition("documents", 2, 1, epoch=7), Outcome.INDEXED)
+    totals.ledger.end([SourcePosition("documents", 2, 1, epoch=7)], Outcome.INDEXED)
     totals.ledger.skip(Assignment("documents", 2, 7), 5)
     assert RunSummary(totals, EngineStats(), 0).lines()[-4:] == [
         "the account does not balance: 2 documents are unaccounted for",
