@@ -42,8 +42,8 @@ class BlockHasher:
     def hash_blocks(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
         """As the function of this name."""
         raw = array("i", token_ids).tobytes()
-        if len(raw) < self._stride:
-            return ()
+        if len(raw) < 2 * self._stride:  # one block is hashed as soon as it is compared
+            return _extend((), raw, self._stride, self._root)
         first = raw[: self._stride]
         known: tuple[bytes, ...] = ()
         if (latest := self._latest.pop(first, None)) is not None:
