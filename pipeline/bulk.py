@@ -55,16 +55,18 @@ def encode_row(row: DocumentResult, index: str, row_id: str, version: int) -> by
         raise RowUnencodable(f"the version {version} is outside 0 to 2^63 - 1")
     action = {"index": {"_index": index, "_id": row_id, "version": version, "version_type": "external"}}
     try:
-        return orjson.dumps(action) + b"\n" + _encode_source(row) + b"\n"
+        return orjson.dumps(action, option=orjson.OPT_APPEND_NEWLINE) + _encode_source(row)
     except (orjson.JSONEncodeError, UnicodeEncodeError, ValueError, RecursionError) as error:
         raise RowUnencodable(f"{_FREE_FORM_LOSS}: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 def _encode_source(row: DocumentResult) -> bytes:
+    """Its line, the end of it included."""
     try:
-        return orjson.dumps(row)
+        return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
     except orjson.JSONEncodeError:  # a lone surrogate, an integer past 64 bits, more than 254 levels: rare, slow, legal
-        return json.dumps(_storable(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        text = json.dumps(_storable(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return f"{text}\n".encode()
 
 
 def _storable(value: Any) -> Any:
