@@ -69,13 +69,13 @@ def decode_document(raw: RawMessage, max_document_bytes: int) -> Document | Reje
         return _reject(raw, _parse_leniently(value), error.failure.code, error.failure.message)
     first, timestamp_ms, attempt = first_delivery(raw) if raw.headers else (raw.position, raw.timestamp_ms, 0)
     return Document(
-        identity=Identity(message.job, message.task, message.id or str(first)),
-        position=raw.position,
-        timestamp_ms=timestamp_ms,
-        key=raw.key,
-        message=message,
-        num_bytes=num_bytes,
-        attempt=attempt,
+        Identity(message.job, message.task, message.id or str(first)),
+        raw.position,
+        timestamp_ms,
+        raw.key,
+        message,
+        num_bytes,
+        attempt,
         first_position=first if first is not raw.position else None,
     )
 
@@ -99,8 +99,12 @@ def _check_beyond_the_model(message: DocumentMessage, value: bytes) -> None:
         num_keys += _check_tree("sampling", given)
     if message.messages is not None:
         num_keys += 2 * len(message.messages)
-    # A cheap upper bound: text may hold the same bytes, so only then is the message read a second time.
-    if value.count(b'":') + value.count(b'" :') > num_keys and (twice := _first_repeated_key(value)) is not None:
+    # Cheap upper bounds: text may hold the same bytes, so only then is the message read a second time.
+    if (
+        value.count(b":") > num_keys
+        and value.count(b'":') + value.count(b'" :') > num_keys
+        and (twice := _first_repeated_key(value)) is not None
+    ):
         raise _bad_message(f"the key {_shown(twice)} is given twice in one object")
 
 
