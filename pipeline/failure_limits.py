@@ -6,7 +6,7 @@ prompt fails long before the ones that came with it are answered.
 """
 
 from collections import Counter
-from enum import Enum
+from enum import StrEnum
 
 from schemas.errors import Failure, FailureCode, FailureLimitError, Stage
 
@@ -14,7 +14,7 @@ from schemas.errors import Failure, FailureCode, FailureLimitError, Stage
 NOT_COUNTED = frozenset({FailureCode.DEADLINE_PASSED, FailureCode.CANCELLED})
 
 
-class Gate(Enum):
+class Gate(StrEnum):
     """Where documents pass or fail; the value is what is counted there."""
 
     PROMPT = "documents that arrived"
