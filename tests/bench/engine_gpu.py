@@ -337,8 +337,8 @@ def check() -> None:
 def _mutate(decoder: Decoder, mutate: Callable[[ForwardBatch], ForwardBatch]) -> None:
     right = decoder.forward
 
-    def wrong(batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        return right(mutate(batch), cache)
+    def wrong(batch: ForwardBatch, cache: KVCache, all_written: Callable[[], object] = lambda: None) -> torch.Tensor:
+        return right(mutate(batch), cache, all_written)
 
     decoder.forward = wrong  # type: ignore[method-assign]
 

@@ -1,4 +1,4 @@
-"""A step cut into lanes computes what it computes whole: every token in one part, every key where others look for it."""
+"""A step in lanes computes what it computes whole: every token in one part, every key where others look for it."""
 
 import threading
 from collections.abc import Callable
