@@ -33,6 +33,7 @@ from schemas.settings import ElasticsearchSettings
 
 logger = structlog.get_logger(__name__)
 
+IDLE_SHARE = 4  # a fourth of a bulk is sent while no call is under way: Elasticsearch would only wait with us
 CLOSE_SECONDS = 5.0  # for a writer in the middle of a call; what it had is delivered again to the next worker
 
 
@@ -275,7 +276,9 @@ class ElasticsearchSink:
             return [], []
 
     def _is_full(self) -> bool:
-        return self._window.is_full(len(self._outbox), self._outbox_bytes)
+        """Whether there is enough for a call."""
+        share = 1 if self._num_calling else IDLE_SHARE
+        return self._window.is_full(share * len(self._outbox), share * self._outbox_bytes)
 
     def _take_bulk(self) -> list[OutboundRow]:
         num_rows = self._window.fit(len(row.body) for row in self._outbox)
