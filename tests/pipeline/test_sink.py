@@ -24,16 +24,29 @@ def reject_all(action: dict[str, Any]) -> tuple[int, str]:
     return 400, "document_parsing_exception"
 
 
-def test_rows_wait_for_a_full_bulk() -> None:
+def test_rows_wait_for_a_fourth_of_a_bulk_and_for_a_full_one_while_a_call_is_under_way() -> None:
     server = FakeElasticsearch()
-    with open_sink("results", client=server.as_client(), bulk_documents=10, flush_seconds=3600.0) as (sink, deliveries):
-        for offset in range(25):
+    arrived, may_go_on = threading.Event(), threading.Event()
+
+    def hold(action: dict[str, Any]) -> None:
+        arrived.set()
+        assert may_go_on.wait(30)
+
+    server.on_bulk.append(hold)
+    settings: dict[str, Any] = {"bulk_documents": 12, "flush_seconds": 3600.0, "num_writers": 2}
+    with open_sink("results", client=server.as_client(), **settings) as (sink, deliveries):
+        for offset in range(3):
             sink.put(row(offset), offset, position(offset))
-        wait_until(lambda: len(deliveries.times) == 20, "two full bulks")
-        assert (sink.num_pending, sink.stats().num_waiting) == (5, 5)
+        assert arrived.wait(30), "a fourth, and Elasticsearch has nothing to do"
+        for offset in range(3, 14):
+            sink.put(row(offset), offset, position(offset))
+        assert (sink.num_pending, sink.stats().num_waiting) == (14, 11)
+        sink.put(row(14), 14, position(14))
+        wait_until(lambda: len(deliveries.times) == 12, "the full bulk, beside the call that is held")
+        may_go_on.set()
         assert sink.drain(DRAIN_SECONDS)
-    assert sorted(server.bulk_sizes, reverse=True) == [10, 10, 5]
-    assert deliveries.offsets(Verdict.STORED) == list(range(25))
+    assert server.bulk_sizes == [3, 12]
+    assert deliveries.offsets(Verdict.STORED) == list(range(15))
 
 
 def test_a_bulk_that_is_full_by_bytes_does_not_wait_either() -> None:
