@@ -162,26 +162,26 @@ def test_above_the_mark_reading_pauses_and_the_member_stays_past_its_poll_interv
     kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView
 ) -> None:
     settings = kafka_settings(
-        kafka_broker.bootstrap_servers, kafka_topic(), max_in_flight_documents=8, max_poll_interval_seconds=2.0
+        kafka_broker.bootstrap_servers, kafka_topic(), max_in_flight_documents=12, max_poll_interval_seconds=2.0
     )
-    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(20)))
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(28)))
     with running(settings) as source:
-        first = take(source, 8)
+        first = take(source, 12)
         wait_until(lambda: source.is_paused, "the mark is reached")
         epoch = first[0].position.epoch
         assert source.poll(10, 4.0) == [], "twice the poll interval, with nothing completed"
-        assert source.num_in_flight == 8
+        assert source.num_in_flight == 12
         source.complete([first[0].position])
-        assert source.poll(10, 0.5) == [], "7 of 8 is above the mark to resume at"
+        assert source.poll(10, 0.5) == [], "11 of 12 is above the mark to resume at"
         source.complete([document.position for document in first[1:]])
-        rest = take(source, 8)
+        rest = take(source, 12)
         source.complete([document.position for document in rest])
         rest += take(source, 4)
-        assert offsets_of(first + rest) == list(range(20))
+        assert offsets_of(first + rest) == list(range(28))
         assert {document.position.epoch for document in rest} == {epoch}, "never left the group"
         source.complete([document.position for document in rest])
         wait_until(source.is_drained, "all is complete")
-    assert broker_view.committed(settings) == 20
+    assert broker_view.committed(settings) == 28
 
 
 def test_bytes_in_flight_are_bounded_too(kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]) -> None:
