@@ -182,11 +182,11 @@ class OutgoingRows:
         return dropped
 
     def give_up_storing(self) -> list[SourcePosition]:
-        """Once the sink is closed: rows that it could not store; says which."""
+        """Once the sink is closed: rows that it could not store, and those it rejected last; says which."""
         self.settle()
         dropped = list(self._storing)
         self._storing.clear()
-        return dropped
+        return dropped + self.give_up()
 
 
 def _outcome(verdict: Verdict, failure: Failure | None) -> Outcome:

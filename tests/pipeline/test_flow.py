@@ -719,6 +719,26 @@ def test_a_grace_of_nothing_hands_back_what_runs(make_stage: MakeStage) -> None:
     assert stage.balance() == (0, 0)
 
 
+def test_a_row_that_is_rejected_behind_the_grace_is_handed_back_with_those_that_were_not_stored(
+    make_stage: MakeStage,
+) -> None:
+    source = MemorySource([make_document(offset) for offset in range(3)])
+    stage = make_stage(source)
+    stage.sink.holds = True
+    stage.sink.refused = {"d1"}
+    stage.flow.open_engine()
+    while len(stage.sink.held) < 3:
+        stage.flow.turn()
+    stage.flow.request_drain(0.0)
+    stage.flow.run()
+    stage.sink.held = [row for row in stage.sink.held if row[0].id != "d2"]  # which gets no answer
+    stage.sink.release()  # one is stored, one rejected: its dead letter comes too late to be waited for
+    stage.flow.hand_back_storing()
+    assert stage.flow.totals.account.indexed == 1
+    assert (source.completed, sorted(source.handed_back)) == ([0], [1, 2])
+    assert stage.balance() == (0, 0)
+
+
 def test_what_stops_the_sink_stops_the_flow(make_stage: MakeStage) -> None:
     stage = make_stage(MemorySource([make_document(0)]))
     stage.sink.error = SinkError("the alias is gone")
