@@ -36,6 +36,7 @@ def test_rounds_that_were_kept_by_their_seeds_are_still_the_same() -> None:
         730843: "b964016cec01ed72",
         888174: "cbbed40a08cbda03",
         888185: "c28756bc5947b0dd",
+        960025: "70323017d87d589e",
         148: "8535e5057ffcdbe5",
     }
 
