@@ -99,6 +99,6 @@ def _results(futures: Sequence[Future[torch.Tensor]]) -> list[torch.Tensor]:
     """All of them, or the error that the first of them failed with: others fail since they wait for it in vain."""
     wait(futures)
     errors = [error for future in futures if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return [future.result() for future in futures]

@@ -38,7 +38,7 @@ class Account:
 
     @property
     def ended(self) -> int:
-        return self.indexed + self.already_done + self.superseded + self.failed + self.cancelled + self.handed_back
+        return sum(self.outcomes().values())
 
     def outcomes(self) -> dict[str, int]:
         return {outcome.value: getattr(self, outcome.value) for outcome in Outcome}

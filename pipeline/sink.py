@@ -151,8 +151,8 @@ class ElasticsearchSink:
             self._unencodable += unencodable
             self._outbox.extend(outbound)
             self._outbox_bytes += num_bytes
-            # A writer waits for the first row, then for a full bulk; every row between would only wake it for nothing.
-            if unencodable or (outbound and was_empty) or self._is_full():
+            # A writer waits for the first row, then for enough; every row between would only wake it for nothing.
+            if unencodable or (outbound and was_empty) or self._has_enough():
                 self._work_came.notify()
 
     def look_up(self, wanted: Sequence[tuple[str | None, str]]) -> list[StoredRow | None]:
@@ -260,7 +260,7 @@ class ElasticsearchSink:
             self._may_call.notify_all()
 
     def _next_bulk(self) -> tuple[list[RejectedRow], list[OutboundRow]]:
-        """Waits for a full bulk, or for the oldest row's flush_seconds, a drain, a row to reject, or the end."""
+        """Waits for enough, or for the oldest row's flush_seconds, a drain, a row to reject, or the end."""
         with self._lock:
             while not self._stopping.is_set():
                 if self._unencodable:
@@ -270,13 +270,13 @@ class ElasticsearchSink:
                     self._work_came.wait()
                     continue
                 age = self._clock() - self._outbox[0].put_at
-                if self._is_full() or self._num_draining or self._is_flushing or age >= self._settings.flush_seconds:
+                if self._has_enough() or self._num_draining or self._is_flushing or age >= self._settings.flush_seconds:
                     return [], self._take_bulk()
                 self._work_came.wait(self._settings.flush_seconds - age)
             return [], []
 
-    def _is_full(self) -> bool:
-        """Whether there is enough for a call."""
+    def _has_enough(self) -> bool:
+        """For a call: a full bulk, or a share of one while none is under way."""
         share = 1 if self._num_calling else IDLE_SHARE
         return self._window.is_full(share * len(self._outbox), share * self._outbox_bytes)
 
