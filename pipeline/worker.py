@@ -98,6 +98,7 @@ class Worker:
         self._next_progress = time.monotonic() + PROGRESS_SECONDS
         self._told: dict[str, int] = {}  # in the last line of progress
         self._engine_part = ""
+        self._stop_signal: int | None = None  # that came while starting
         self._start_seconds: dict[str, float] = {}  # of the present engine, by part
 
     def run(self, until_drained: bool = False) -> RunSummary:
@@ -118,6 +119,7 @@ class Worker:
             sink = self._start_sink(parts, [task.index for task in settings.tasks.values()])
             ensure_topics(settings.kafka, wait_seconds=settings.kafka.connect_timeout_seconds)
             source = self._source = KafkaSource(settings.kafka, worker=self._name)
+            self._heed_stop()
             engine = EngineSupervisor(self._start_engine, settings.worker.engine_restarts)
             parts.callback(engine.close)
             flow = Flow(
@@ -142,6 +144,7 @@ class Worker:
             parts.callback(source.close)
             source.start()
             self._flow = flow  # from here on a signal drains
+            self._heed_stop()
             parts.enter_context(_rare_collections())
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
             stopped_by = self._run_flow(flow, source, until_drained)
@@ -333,6 +336,13 @@ class Worker:
                 self._health_checked = time.monotonic()
             return self._health
 
+    def _heed_stop(self) -> None:
+        """Raises StoppedAtOnce for a signal that did so in vain: kafka-python takes whatever is raised while it sends for
+        a connection's failure, and connects again.
+        """
+        if self._stop_signal is not None:
+            raise StoppedAtOnce(self._stop_signal)
+
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT, where this is the process's main thread; elsewhere they are the caller's."""
@@ -347,6 +357,7 @@ class Worker:
             if num_received > 1:
                 os._exit(128 + number)  # the engine process goes when its socket closes
             if self._flow is None:
+                self._stop_signal = number
                 raise StoppedAtOnce(number)
             self._flow.request_drain(self._settings.worker.grace_seconds)
 
