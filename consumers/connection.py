@@ -93,6 +93,11 @@ def check_connection(
         sleep(_RETRY_SECONDS)
 
 
+def address_of(broker: Any) -> str:
+    """Of one that the client knows, as the settings write it."""
+    return f"[{broker.host}]:{broker.port}" if ":" in broker.host else f"{broker.host}:{broker.port}"
+
+
 def _find_broker(settings: KafkaSettings) -> str:
     """The first address where one takes us. Raises SourceError where somebody refuses us, _Away where nobody is."""
     client = KafkaNetClient(**client_options(settings))
@@ -116,11 +121,11 @@ def _find_broker(settings: KafkaSettings) -> str:
     try:
         # As Kafka's clients do: ask any address for the brokers, then go to the addresses that these give themselves.
         for node in client.cluster.bootstrap_brokers():
-            address = f"[{node.host}]:{node.port}" if ":" in node.host else f"{node.host}:{node.port}"
+            address = address_of(node)
             if is_accepted(node, address):
                 brokers = client.cluster.brokers()
                 called = "{} (which calls itself so in its advertised.listeners; it was found at " + address + ")"
-                if any(is_accepted(b, called.format(f"{b.host}:{b.port}")) for b in brokers) or not brokers:
+                if any(is_accepted(b, called.format(address_of(b))) for b in brokers) or not brokers:
                     return address
     finally:
         client.close()

@@ -4,6 +4,7 @@ Every method belongs to one thread. The rebalance listener runs on the client's 
 thread is inside `read` or `close`, so the tracker has one owner at any time.
 """
 
+import gzip
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,7 @@ from kafka.errors import (
 )
 from kafka.structs import MemberState
 
-from consumers.connection import client_options
+from consumers.connection import address_of, check_connection, client_options
 from consumers.group_commits import GroupCommits
 from consumers.offsets import OffsetTracker, Partition
 from consumers.stall import STALL_SECONDS, StallWatch
@@ -54,8 +55,7 @@ class GroupMember:
         self._tracker = tracker
         self._settle = settle  # brings completions that have arrived into the tracker
         self._clock = clock
-        self._reachable: KafkaSettings  # from `connect` on, and so are the next
-        self._consumer: Any = None
+        self._consumer: Any = None  # from `connect` on, and so are the next
         self._commits: GroupCommits
         self._stall: StallWatch
         self._holds = False
@@ -71,7 +71,6 @@ class GroupMember:
         Raises SourceError where the client cannot be made.
         """
         settings = self._settings
-        self._reachable = reachable
         self._stall = StallWatch(self._clock, STALL_SECONDS)
         is_cooperative = settings.assignor == "cooperative-sticky"
         try:
@@ -127,14 +126,14 @@ class GroupMember:
         except NoOffsetForPartitionError as error:
             self._begin_at_the_earliest(error.args[0])
             return []
+        except gzip.BadGzipFile as error:  # an OSError that trying again does not mend
+            raise self._unreadable(error) from error
         except (RetriableError, OSError) as error:  # that of a connection comes as it is where TLS or SASL begins
             logger.warning("reading from Kafka will be tried again", extra={"reason": repr(error)})
             time.sleep(timeout_seconds)  # poll failed at once: the wait that it was asked for is ours, at most 0.5 s
             return []
         except Exception as error:
-            self._failed = True
-            self._check_topic_ids()  # another topic under the name has many symptoms
-            raise SourceError(why_unreadable(error, self._settings, self._consumer)) from error
+            raise self._unreadable(error) from error
         self._check_fenced()
         self._keep_alive()
         self._check_topic_ids()
@@ -189,6 +188,8 @@ class GroupMember:
             self._begin_at_the_earliest(error.args[0])
         except (RetriableError, OSError):
             pass
+        except KafkaError as error:  # as of `read`, for it looks up positions too
+            raise self._unreadable(error) from error
         return False
 
     def close(self, timeout_seconds: float) -> None:
@@ -238,6 +239,12 @@ class GroupMember:
 
     # --- ours ---
 
+    def _unreadable(self, error: Exception) -> SourceError:
+        """Why we cannot read on. Raises another SourceError where the topic was made again: that has many symptoms."""
+        self._failed = True
+        self._check_topic_ids()
+        return SourceError(why_unreadable(error, self._settings, self._consumer))
+
     def _track_assignment(self) -> set[Partition]:
         """Epochs are stamped here, once the client has returned: a partition may go and come back within one poll.
 
@@ -279,11 +286,25 @@ class GroupMember:
             self._consumer._coordinator.request_rejoin()
 
     def _join_anew(self, stuck: Mapping[TopicPartition, int]) -> None:
-        """With another client. What is in flight is fenced off, as after any other loss of the partitions."""
-        extra = {"stuck": {f"{one.topic}/{one.partition}": offset for one, offset in sorted(stuck.items())}}
+        """With another client. What is in flight is fenced off, as after any other loss of the partitions.
+
+        Where no broker can be reached we stay as we are until they are found stuck once more. Any that the client
+        knows will do: those that the settings name may all have gone for good.
+        """
+        where = {f"{one.topic}/{one.partition}": offset for one, offset in sorted(stuck.items())}
+        extra: dict[str, Any] = {"stuck": where}
+        known = (*self._settings.bootstrap_servers, *map(address_of, self._consumer._cluster.brokers()))
+        try:
+            reachable = check_connection(
+                self._settings.model_copy(update={"bootstrap_servers": tuple(dict.fromkeys(known))})
+            )
+        except SourceError as error:
+            extra["reason"] = str(error)
+            logger.warning("the Kafka client has stopped reading, and another one would find no broker", extra=extra)
+            return
         logger.warning("the Kafka client has stopped reading: joining the group anew with another one", extra=extra)
         self.close(_CLOSE_SECONDS)
-        self.connect(self._reachable)
+        self.connect(reachable)
 
     def _check_fenced(self) -> None:
         """Raises SourceError where another worker has our group_instance_id. kafka-python 3.0.12 then ends its

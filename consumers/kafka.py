@@ -60,6 +60,7 @@ class KafkaSource:
         self._has_completions = threading.Event()
         self._handed_back: deque[Sequence[SourcePosition]] = deque()
         self._skipped: deque[Counter[Assignment]] = deque()
+        self._undecoded: Sequence[RawMessage] = ()  # ours: just read, and in flight already
         self._withheld: list[Document | RejectedDocument] = []  # ours: until the broker knows that they have begun
 
         self._has_assignment = False
@@ -141,7 +142,7 @@ class KafkaSource:
     @property
     def num_handed_out(self) -> int:
         with self._arrived:
-            waiting = [document.position for document in (*self._inbox, *self._withheld)]
+            waiting = [document.position for document in (*self._undecoded, *self._inbox, *self._withheld)]
         returned = [one for positions in (*self._completions, *self._handed_back) for one in positions]
         is_current = self._tracker.is_current
         return self._tracker.num_in_flight - sum(map(is_current, waiting)) - sum(map(is_current, returned))
@@ -197,13 +198,15 @@ class KafkaSource:
         if raws:
             self._idle_seconds = _FIRST_IDLE_SECONDS
             self._is_at_end = False
-            in_flight = self._tracker.start(raws)
+            self._undecoded = in_flight = self._tracker.start(raws)
             if len(in_flight) < len(raws):
                 self._count_skipped(raws, in_flight)
             mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
             self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
-            self._withheld += [self._decode(raw, limit) for raw in in_flight]
+            decoded = [self._decode(raw, limit) for raw in in_flight]  # of 1,000 strange messages this takes a minute
+            with self._arrived:
+                self._undecoded, self._withheld = (), self._withheld + decoded
         self._commit()
         self._hand_over()
         self._outage.look(self._member.silent_seconds)

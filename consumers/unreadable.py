@@ -46,7 +46,7 @@ def _lost_range(error: OffsetOutOfRangeError, settings: KafkaSettings, consumer:
     try:
         starts = consumer.beginning_offsets(list(wanted), timeout_ms=_LOOKUP_TIMEOUT_MS)
         ends = consumer.end_offsets(list(wanted), timeout_ms=_LOOKUP_TIMEOUT_MS)
-    except KafkaError:
+    except (KafkaError, OSError):
         starts, ends = {}, {}
     told = []
     for partition, offset in wanted.items():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from schemas.document import Assignment, SourcePosition
 
+MIN_LOOKS = 10  # that an Agreement's patience takes
 MAX_BOOKS = 4096  # of (assignment, job) that balance; then they are closed, and only the total keeps their counts
 
 
@@ -142,16 +143,23 @@ class Agreement:
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
-        self._since: float | None = None
+        self._seen_at: float | None = None
         self._least = 0
+        self._lasted = 0.0  # seconds
 
     def observe(self, difference: int, now: float) -> int:
-        """The least that they have differed by for all of the patience; 0 where they agreed meanwhile."""
-        if self._since is None or difference * self._least <= 0:
-            self._since, self._least = now, difference
-        elif abs(difference) < abs(self._least):
-            self._least = difference
-        return self._least if now - self._since >= self._patience_seconds else 0
+        """The least that they have differed by for all of the patience; 0 where they agreed meanwhile.
+
+        A gap between two looks counts as a tenth of the patience at the most: a process that was frozen in the moment
+        in which one count was ahead has not differed all that time.
+        """
+        if self._seen_at is None or difference * self._least <= 0:
+            self._least, self._lasted = difference, 0.0
+        else:
+            self._least = difference if abs(difference) < abs(self._least) else self._least
+            self._lasted += min(now - self._seen_at, self._patience_seconds / MIN_LOOKS)
+        self._seen_at = now
+        return self._least if self._lasted >= self._patience_seconds else 0
 
 
 @dataclass(slots=True)

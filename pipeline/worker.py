@@ -337,8 +337,8 @@ class Worker:
             return self._health
 
     def _heed_stop(self) -> None:
-        """Raises StoppedAtOnce for a signal that did so in vain: kafka-python takes whatever is raised while it sends for
-        a connection's failure, and connects again.
+        """Raises StoppedAtOnce for a signal that did so in vain: kafka-python takes whatever is raised while it sends
+        for a connection's failure, and connects again.
         """
         if self._stop_signal is not None:
             raise StoppedAtOnce(self._stop_signal)

@@ -1,5 +1,6 @@
 """Reading, pausing and committing on a real broker."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,8 +10,9 @@ import pytest
 from kafka import KafkaProducer
 
 from consumers.connection import check_connection
+from consumers.decode import decode_document
 from consumers.topics import ensure_topics
-from schemas.document import Document, RejectedDocument
+from schemas.document import Document, RawMessage, RejectedDocument
 from schemas.errors import Failure, FailureCode, SourceError, Stage
 from tests.consumers.harness import (
     DEADLINE_SECONDS,
@@ -182,6 +184,31 @@ def test_above_the_mark_reading_pauses_and_the_member_stays_past_its_poll_interv
         source.complete([document.position for document in rest])
         wait_until(source.is_drained, "all is complete")
     assert broker_view.committed(settings) == 28
+
+
+def test_what_is_being_decoded_is_not_handed_out(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a batch that takes half a minute to decode would unbalance the account."""
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    is_decoding, may_decode = threading.Event(), threading.Event()
+
+    def decode_once_allowed(raw: RawMessage, limit: int) -> Document | RejectedDocument:
+        is_decoding.set()
+        assert may_decode.wait(DEADLINE_SECONDS)
+        return decode_document(raw, limit)
+
+    monkeypatch.setattr("consumers.kafka.decode_document", decode_once_allowed)
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(7)))
+    with running(settings) as source:
+        assert is_decoding.wait(DEADLINE_SECONDS)
+        assert source.num_in_flight > 0
+        assert source.num_handed_out == 0
+        may_decode.set()
+        documents = take(source, 7)
+        assert source.num_handed_out == 7
+        source.complete([document.position for document in documents])
+        wait_until(source.is_drained, "all is complete")
 
 
 def test_bytes_in_flight_are_bounded_too(kafka_broker: KafkaBroker, kafka_topic: Callable[..., str]) -> None:

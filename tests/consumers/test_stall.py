@@ -7,6 +7,7 @@ from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
 from consumers.stall import StallWatch
+from tests.chaos.proxy import FaultProxy
 from tests.consumers.harness import BrokerView, kafka_settings, offsets_of, produce, prompts, running, wait_until
 from tests.fakes import FakeClock
 from tests.servers.kafka_broker import KafkaBroker
@@ -54,7 +55,7 @@ def test_what_stands_still_before_an_end_for_all_of_the_patience_is_stuck() -> N
 
 
 @pytest.mark.real_servers
-def test_a_member_whose_client_has_stopped_fetching_joins_anew_and_reads_on(
+def test_a_member_whose_client_has_stopped_fetching_joins_anew_and_reads_on_though_its_first_address_has_gone(
     kafka_broker: KafkaBroker,
     kafka_topic: Callable[..., str],
     broker_view: BrokerView,
@@ -62,10 +63,11 @@ def test_a_member_whose_client_has_stopped_fetching_joins_anew_and_reads_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("consumers.group_member.STALL_SECONDS", 2.0)
-    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
-    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(5)))
+    topic = kafka_topic()
+    produce(kafka_broker.bootstrap_servers, topic, prompts(*range(5)))
     read: set[int] = set()
-    with running(settings) as source:
+    port = int(kafka_broker.bootstrap_servers.rpartition(":")[2])
+    with FaultProxy(port) as way_in, running(settings := kafka_settings(way_in.address, topic)) as source:
 
         def has_read(number: int) -> bool:
             documents = source.poll(100, 0.05)
@@ -75,6 +77,7 @@ def test_a_member_whose_client_has_stopped_fetching_joins_anew_and_reads_on(
 
         wait_until(lambda: has_read(5), "the first are read")
         monkeypatch.setattr(source._member._consumer._fetcher, "_create_fetch_requests", dict)  # none, from now on
+        way_in.refuse()
         for number in (10, 15):  # what is under way brings some still
             produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(number - 5, number)))
             wait_until(lambda number=number: has_read(number), "more are read")  # type: ignore[misc]

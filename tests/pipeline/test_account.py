@@ -92,10 +92,11 @@ def test_counts_that_agree_now_and_then_agree() -> None:
 
 def test_a_difference_that_lasts_is_told_by_the_least_it_has_been() -> None:
     agreement = Agreement(patience_seconds=10.0)
-    assert [agreement.observe(difference, 5.0 * turn) for turn, difference in enumerate((40, 1, 700, 2))] == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    differences = (40, 1, *[700] * 8, 2)
+    assert [agreement.observe(each, float(turn)) for turn, each in enumerate(differences)] == [0] * 10 + [1]
     assert agreement.observe(0, 21.0) == 0
+
+
+def test_a_process_that_was_frozen_while_one_count_was_ahead_has_not_differed_all_that_time() -> None:
+    agreement = Agreement(patience_seconds=10.0)
+    assert [agreement.observe(7, now) for now in (0.0, 3600.0, 3601.0, 7200.0)] == [0] * 4
