@@ -149,18 +149,22 @@ class Worker:
             logger.info("worker started", worker=self._name, topics=settings.kafka.topics, group=settings.kafka.group)
             stopped_by = self._run_flow(flow, source, until_drained)
             if not isinstance(stopped_by, SinkError):
-                sink.drain(max(STORE_SECONDS, flow.grace_left()))
+                try:
+                    sink.drain(max(STORE_SECONDS, flow.grace_left()))
+                except SinkError as error:
+                    stopped_by = _first(stopped_by, error)
             sink.close()
             flow.close()
             flow.hand_back_storing()
-            flow.reconciliation.close()
+            if stopped_by is None or isinstance(stopped_by, PagemillError):
+                flow.reconciliation.close()  # what fails otherwise has documents in its hands, in no queue
             summary = RunSummary(flow.totals, flow.engine_stats, flow.num_in_flight)
         logger.info("worker ended", **summary.event())
         if stopped_by is not None:
             raise stopped_by
         return summary
 
-    def _run_flow(self, flow: Flow, source: Source, until_drained: bool) -> PagemillError | None:
+    def _run_flow(self, flow: Flow, source: Source, until_drained: bool) -> Exception | None:
         """What stopped it before its time, once all that can be stored all the same is on its way: nothing computed is
         thrown away."""
         try:
@@ -172,10 +176,24 @@ class Worker:
             # ModelError and SettingsError: of an engine that was started again.
             if isinstance(error, EngineError):
                 source.expect_no_clean_end()
+            return self._end_flow(flow, error)
+        except (
+            Exception
+        ) as error:  # a bug, or no memory: a document may be behind it, and would end the next worker too
+            logger.exception("the pipeline failed")
+            source.expect_no_clean_end()
+            return self._end_flow(flow, error)
+        return None
+
+    def _end_flow(self, flow: Flow, error: Exception) -> Exception:
+        """Drains as after a signal, where that still goes. `error` is why."""
+        try:
             flow.request_drain(self._settings.worker.grace_seconds)
             flow.run()
-            return error
-        return None
+        except Exception as another:
+            flow.give_up()
+            return _first(error, another)
+        return error
 
     @property
     def http_port(self) -> int:
@@ -367,6 +385,14 @@ class Worker:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _first(error: Exception | None, another: Exception) -> Exception:
+    """What stopped the worker; what went wrong behind that is but logged."""
+    if error is None:
+        return another
+    logger.error("stopping met another failure", reason=f"{type(another).__name__}: {another}")
+    return error
 
 
 @contextmanager

@@ -19,8 +19,11 @@ from structlog.testing import capture_logs
 
 from consumers.kafka import KafkaSource
 from pipeline.flow import Flow
+from pipeline.prompts import PreparedDocument, PromptBuilder
 from pipeline.query import find_results
+from pipeline.sink import ElasticsearchSink
 from pipeline.worker import StoppedAtOnce, Worker
+from schemas.document import Document
 from schemas.errors import EngineError, ModelError, PagemillError, SettingsError, SinkError, SourceError
 from schemas.settings import Settings
 from schemas.settings_reader import load_settings
@@ -178,7 +181,7 @@ def test_a_signal_that_a_library_swallows_while_the_source_starts_ends_it_all_th
     place: Place, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """kafka-python did that in 2 of some 2,000 starts with a signal in them."""
-    of_source = {"prepare": KafkaSource.__init__, "start": KafkaSource.start}[part]
+    of_source: Any = {"prepare": KafkaSource.__init__, "start": KafkaSource.start}[part]
 
     def swallow(source: KafkaSource, *args: Any, **kwargs: Any) -> None:
         with suppress(BaseException):
@@ -203,6 +206,53 @@ def test_an_engine_that_is_given_up_leaves_what_it_had_answered_stored_and_commi
     assert account.delivered <= 60
     assert len(place.rows()) == 60
     assert place.committed() == 60
+
+
+@pytest.mark.real_servers
+def test_a_document_that_ends_every_worker_by_an_error_of_ours_is_convicted_and_its_neighbours_answered(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = PromptBuilder.prepare
+
+    def fail_at_7(prompts: PromptBuilder, document: Document) -> PreparedDocument:
+        if document.identity.document_id == "d7":
+            raise MemoryError("no room for d7")
+        return prepare(prompts, document)
+
+    monkeypatch.setattr(PromptBuilder, "prepare", fail_at_7)
+    place.produce([document(number) for number in range(12)])
+    num_ended = 0
+    while num_ended < 20:
+        with capture_logs() as lines:
+            try:
+                place.worker().run(until_drained=True)
+                break
+            except MemoryError:
+                num_ended += 1
+        (last,) = [line for line in lines if line["event"] == "worker ended"]  # however it ended
+        assert last["in_flight"] == 0
+    assert 3 <= num_ended < 20
+    assert {row["id"]: row["status"] for row in place.rows()} == {
+        f"d{number}": "failed" if number == 7 else "answered" for number in range(12)
+    }
+    assert len(place.dead_letter_keys()) == 1
+    assert place.committed() == 12
+
+
+@pytest.mark.real_servers
+def test_what_stopped_a_worker_is_told_though_the_sink_fails_while_it_stops(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(sink: ElasticsearchSink, timeout_seconds: float) -> bool:
+        raise SinkError("the alias has gone")
+
+    monkeypatch.setattr(ElasticsearchSink, "drain", fail)
+    place.produce([document(number) for number in range(60)])
+    with capture_logs() as lines, pytest.raises(EngineError, match="lost once"):
+        place.worker(engine={"die_after": 20, "requests_per_step": 1}, worker__engine_restarts=0).run()
+    told = {line["event"]: line for line in lines}
+    assert told["stopping met another failure"]["reason"] == "SinkError: the alias has gone"
+    assert told["worker ended"]["imbalance"] == 0
 
 
 @pytest.mark.real_servers
