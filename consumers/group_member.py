@@ -62,6 +62,7 @@ class GroupMember:
         self._revoking: set[Partition] = set()  # range: given up for the length of a rebalance; some come back
         self._topic_ids: dict[str, UUID] = {}
         self.ends_cleanly = True  # False: whoever gets our partitions is to know that their work killed us
+        self._member_id = ""  # under which the group knows us, at the last look
         self._begun: set[TopicPartition] = set()  # the client has a read position there, maybe not at the commit
         self._failed = False
 
@@ -134,6 +135,7 @@ class GroupMember:
             return []
         except Exception as error:
             raise self._unreadable(error) from error
+        self._forget_if_expelled()
         self._check_fenced()
         self._keep_alive()
         self._check_topic_ids()
@@ -208,6 +210,7 @@ class GroupMember:
     def on_revoked(self, partitions: Iterable[Partition]) -> None:
         """Commits what is complete and fences the rest."""
         given_up = set(partitions)
+        self._forget_if_expelled()
         self._settle()
         self._commits.send(self._tracker.commits(given_up, is_clean=self.ends_cleanly))
         if self._settings.assignor == "cooperative-sticky":
@@ -219,6 +222,7 @@ class GroupMember:
 
     def on_assigned(self, partitions: Iterable[Partition]) -> None:
         assigned = set(partitions)
+        self._forget_if_expelled()
         self.forget(self._revoking - assigned, "revoked")
         self._revoking = set()
         if self._holds:
@@ -275,6 +279,15 @@ class GroupMember:
                 extra |= {"crashes": self._tracker.partitions[partition].num_crashes}
             logger.info("partition assigned", extra=extra)
         return elsewhere
+
+    def _forget_if_expelled(self) -> None:
+        """Gives everything up where the group knows us under another name than before: others may own it already.
+        kafka-python 3.0.12 calls `on_lost` for that, but not where it happens in the middle of a rebalance."""
+        member_id = self._consumer._coordinator._generation.member_id
+        if member_id != self._member_id:
+            self._member_id = member_id
+            self.forget({*self._tracker.partitions, *self._revoking}, "expelled")
+            self._revoking = set()
 
     def _keep_alive(self) -> None:
         """A join that outlasts one poll is forgotten by kafka-python 3.0.12 where new metadata had caused it: the

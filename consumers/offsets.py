@@ -208,7 +208,9 @@ class PartitionTracker:
             isolated=self._isolated,
         )
         commit = Commit(base, self.epoch, progress, self._change)
-        self._change += is_clean  # where the assignment turns out to go on, that must be told too
+        if is_clean:  # where the assignment turns out to go on, a next owner must know that too
+            self._change += 1
+            self._must_tell = self._change
         return commit
 
     def acknowledge(self, commit: Commit) -> None:

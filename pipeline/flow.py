@@ -10,6 +10,7 @@ is held in exactly one place at a time, and each place counts by itself, so that
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -198,6 +199,8 @@ class Flow:
                 self.drop_what_is_not_ours()
         except EngineError as error:
             lost = error
+            with suppress(EngineError):  # it may have answered before it died, and sending to it has told us first
+                outputs += self._engine.poll(0.0)
             polled = self._clock()
         self.take_outputs(outputs, polled)
         made = self._clock()

@@ -18,6 +18,7 @@ from schemas.errors import SourceError
 from tests.consumers.harness import (
     BrokerView,
     kafka_settings,
+    offsets_of,
     poll_until_it_stops,
     produce,
     prompts,
@@ -271,6 +272,29 @@ def test_a_member_frozen_for_longer_than_its_session_commits_nothing_of_what_wen
             source.complete([document.position for document in documents[:50]])
             wait_until(lambda: broker_view.committed(settings) == 200, "all is complete")
     assert not seen
+
+
+@pytest.mark.parametrize("assignor", ["cooperative-sticky", "range"])
+def test_a_member_that_is_expelled_in_the_middle_of_a_rebalance_begins_anew_at_the_commit(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], broker_view: BrokerView, assignor: str
+) -> None:
+    """kafka-python tells no listener of it, claims the partitions for its new member, and would go on from 20."""
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic(), assignor=assignor)
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(*range(20)))
+    with running(settings) as source:
+        before = take(source, 20)
+        source.complete([document.position for document in before[:10]])
+        wait_until(lambda: broker_view.committed(settings) == 10, "the first ten are committed")
+        coordinator = source._member._consumer._coordinator
+        coordinator.rejoining = True  # as between the revocation and the answer to our joining
+        coordinator.reset_generation()
+        again = take(source, 10)
+        assert offsets_of(again) == list(range(10, 20))
+        assert not any(source.is_current(document.position) for document in before)
+        source.complete([document.position for document in before[10:]])
+        source.complete([document.position for document in again])
+        wait_until(source.is_drained, "all is complete")
+    assert broker_view.committed(settings) == 20
 
 
 @pytest.mark.slow

@@ -165,6 +165,19 @@ def test_nothing_more_is_told_once_the_broker_knows_all_and_a_clean_end_is_alway
     assert tracker.commits()[P0].progress == left(3, 4), "the assignment goes on after all"
 
 
+def test_an_assignment_that_goes_on_behind_its_clean_end_must_be_told_before_more_work_begins() -> None:
+    tracker = OffsetTracker()
+    epoch = tracker.assign(P0)
+    tracker.start([raw(0, epoch)])
+    tracker.acknowledge(tracker.commits())
+    assert tracker.may_begin(raw(1, epoch).position)
+    tracker.acknowledge(tracker.commits(is_clean=True))  # an eager rebalance that gives the partition back
+    assert not tracker.is_announced
+    assert not tracker.may_begin(raw(1, epoch).position)
+    tracker.acknowledge(tracker.commits())
+    assert tracker.may_begin(raw(1, epoch).position)
+
+
 def test_each_owner_that_dies_with_work_raises_the_count_until_all_of_that_work_is_complete() -> None:
     progress = left(3, 3)
     for num_crashes in range(3):

@@ -612,6 +612,27 @@ def test_what_came_before_a_loss_was_found_is_stored_before_another_engine_is_wa
     assert stored == [1]
 
 
+def test_what_came_before_a_loss_that_sending_finds_is_stored_too(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = MemorySource([make_document(0), make_document(1)])
+    stage = make_stage(source, {"die_after": 1, "requests_per_step": 1}, {})
+    stage.flow.open_engine()
+    with monkeypatch.context() as patched:
+        patched.setattr(stage.flow._engine, "poll", lambda _: [])
+        stage.flow.turn()
+    assert stage.flow.held()["engine"] == 2
+    assert stage.started[0]._reaper is not None
+    stage.started[0]._reaper.join(30.0)  # it has answered the first, and died
+    source.add([make_document(2)])
+    stage.flow.turn()
+    assert stage.flow.totals.engine_restarts == 1
+    assert len(stage.sink.rows) == 1
+    stage.flow.run(until_drained=True)
+    assert len(stage.sink.rows) == 3
+    assert stage.balance() == (0, 0)
+
+
 def test_the_work_of_a_revoked_partition_is_dropped_wherever_it_is(make_stage: MakeStage) -> None:
     source = MemorySource([make_rejected(0), *(make_document(offset, prompt="x" * 16) for offset in range(1, 100))])
     source.holds_dead_letters = True
@@ -954,8 +975,9 @@ def test_a_document_that_the_source_never_hears_of_is_an_imbalance_of_the_run(ma
     lost = stage.flow._window._running.popitem()[1]
     stage.flow.totals.ledger.end([lost.prepared.document.position], Outcome.INDEXED)
     assert stage.balance() == (2, 0), "the account alone does not show it"
-    stage.flow.reconciliation.check()
-    clock.advance(PATIENCE_SECONDS)
+    for _ in range(int(PATIENCE_SECONDS)):
+        stage.flow.reconciliation.check()
+        clock.advance(1.0)
     with pytest.raises(AccountError, match="handed out 3 of which 2 are open here"):
         stage.flow.reconciliation.check()
     stage.flow.reconciliation.close(timeout_seconds=0.0)
