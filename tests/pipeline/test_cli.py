@@ -93,6 +93,21 @@ def test_check_config_prints_what_it_would_use_and_no_secret(monkeypatch: pytest
     assert 'sasl_password = "**********"' in out
 
 
+def test_a_password_in_an_address_is_refused_when_settings_are_loaded_and_not_repeated() -> None:
+    address = "http://me:hush#hush@search:9200"
+    said = "elasticsearch.urls (flag) holds credentials in 'http://***@search:9200'; give them as "
+    for arguments in (
+        ("check-config", "--set", f"elasticsearch.urls={address}"),
+        ("worker", "--elasticsearch", address),
+        ("results", "--elasticsearch", address),
+    ):
+        code, out, err = ends(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"pagemill: {said}")
+    _, _, err = ends("check-config", "--set", address)
+    assert "hush" not in err
+
+
 def test_check_config_finds_a_template_that_does_not_compile() -> None:
     Path("pagemill.toml").write_text('[tasks.a]\ntemplate = "{{ text"\n')
     code, _, err = ends("check-config")
