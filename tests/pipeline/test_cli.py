@@ -14,11 +14,14 @@ from elasticsearch import Elasticsearch
 from kafka.errors import KafkaConnectionError
 from typer.testing import CliRunner
 
+from pipeline.account import Account, Totals
 from pipeline.cli import app
 from pipeline.letter_sender import open_producer
 from pipeline.submit import Submission, guess_format, messages, plan_submission
+from pipeline.summary import RunSummary
 from pipeline.worker import Worker
 from schemas.errors import SettingsError, SourceError
+from schemas.inference import EngineStats
 from schemas.settings import Settings
 from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
@@ -82,6 +85,17 @@ def test_addresses_have_flags_of_their_own() -> None:
     _, _, err = ends("worker", "--kafka", "a:1,b:2", "--elasticsearch", "http://c:3")
     assert "kafka.bootstrap_servers = " not in err
     assert "elasticsearch.urls = " not in err
+
+
+@pytest.mark.parametrize(("num_in_flight", "exit_code"), [(0, 0), (1, 1)])
+def test_a_run_whose_account_does_not_balance_ends_with_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, num_in_flight: int, exit_code: int
+) -> None:
+    summary = RunSummary(Totals(Account(delivered=1, indexed=1)), EngineStats(), num_in_flight)
+    monkeypatch.setattr(Worker, "run", lambda *_: summary)
+    code, out, _ = ends("worker")
+    assert code == exit_code
+    assert ("the account does not balance" in out) == bool(exit_code)
 
 
 def test_check_config_prints_what_it_would_use_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
