@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kafka.cluster import collect_hosts
 from kafka.errors import KafkaConnectionError, KafkaError, SaslAuthenticationFailedError
 from kafka.net.compat import KafkaNetClient
 from pydantic import SecretStr
 
 from consumers.listener import ask_listener, why_refused
 from schemas.errors import SettingsError, SourceError
-from schemas.settings import KafkaSettings
+from schemas.settings import KafkaSettings, require_no_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,15 @@ class _Away(Exception):
 
 
 def client_options(settings: KafkaSettings) -> dict[str, Any]:
-    """What consumer, producer and admin client have in common. Raises SettingsError where they contradict.
+    """What consumer, producer and admin client have in common. Raises SettingsError where they contradict, or where an
+    address is none.
 
     No error of this module holds a secret.
     """
     if not settings.bootstrap_servers:
         raise SettingsError("no Kafka addresses: set kafka.bootstrap_servers or PAGEMILL_KAFKA__BOOTSTRAP_SERVERS")
+    for address in settings.bootstrap_servers:
+        _check_address(address)
     protocol = settings.security_protocol
     options: dict[str, Any] = {
         "bootstrap_servers": list(settings.bootstrap_servers),
@@ -62,6 +66,19 @@ def client_options(settings: KafkaSettings) -> dict[str, Any]:
             "write SASL_SSL or SASL_PLAINTEXT"
         )
     return options
+
+
+def _check_address(address: str) -> None:
+    require_no_credentials("kafka.bootstrap_servers", address)
+    try:
+        [(host, port, _)] = collect_hosts([address])  # as the clients will read it
+    except ValueError:
+        host, port = "", 0
+    if not host or not 1 <= port <= 65535:
+        raise SettingsError(
+            f"kafka.bootstrap_servers holds {address!r}; write it with host and port, such as broker-1:9092 or "
+            "[::1]:9092"
+        )
 
 
 def check_connection(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from schemas.errors import PagemillError, SettingsError
-from schemas.settings import Settings
+from schemas.settings import Settings, without_credentials
 from schemas.settings_reader import load_settings
 
 EXIT_FAILED = 1
@@ -41,7 +41,8 @@ def load(config: Path | None, set_: list[str] | None, kafka: str | None, elastic
     for one in set_ or ():
         key, equals, value = one.partition("=")
         if not equals or not key:
-            raise SettingsError(f"--set {one!r}: write it as key=value, such as kafka.topics=pagemill.documents")
+            given = without_credentials(one)
+            raise SettingsError(f"--set {given!r}: write it as key=value, such as kafka.topics=pagemill.documents")
         overrides[key.strip()] = value
     if kafka is not None:
         overrides["kafka.bootstrap_servers"] = kafka

@@ -27,7 +27,7 @@ from pipeline.retry import (
     refusal,
 )
 from schemas.errors import SettingsError, SinkError
-from schemas.settings import ElasticsearchSettings
+from schemas.settings import ElasticsearchSettings, require_no_credentials
 
 logger = structlog.get_logger(__name__)
 
@@ -174,27 +174,16 @@ class PreparedLines(NdjsonSerializer):
 
 
 def _check_url(url: str) -> None:
-    parts = urlsplit(url)
+    require_no_credentials("elasticsearch.urls", url)
     try:
-        port = parts.port
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
     except ValueError:
-        port = None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port is None:
+        is_whole = False
+    if not is_whole:
         raise SettingsError(
-            f"elasticsearch.urls holds {without_credentials(url)!r}; write it with scheme, host and port, "
-            f"such as https://search:9200"
+            f"elasticsearch.urls holds {url!r}; write it with scheme, host and port, such as https://search:9200"
         )
-    if parts.username is not None or parts.password is not None:
-        raise SettingsError(
-            f"elasticsearch.urls holds credentials in {without_credentials(url)!r}; "
-            f"give them as username and password_file, or as api_key_file"
-        )
-
-
-def without_credentials(url: str) -> str:
-    """The address without what may stand before an @."""
-    scheme, separator, rest = url.rpartition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def _secret(value: SecretStr | None, file: Path | None, name: str) -> str | None:

@@ -29,7 +29,7 @@ def open_producer(settings: Settings) -> Iterator[Any]:
             linger_ms=20,
             max_request_size=2 * settings.kafka.max_document_bytes + 2**20,
         )
-    except KafkaError as error:
+    except (KafkaError, OSError) as error:
         servers = ", ".join(settings.kafka.bootstrap_servers)
         raise SourceError(f"Kafka at {servers} does not answer: {error}") from None
     # The option above does not reach the producer's metadata requests (kafka-python 3.0.12).

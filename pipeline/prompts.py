@@ -65,17 +65,24 @@ class CompiledTask:
         for label, token_ids in zip(task.labels, self.label_token_ids, strict=True):
             if not token_ids:
                 raise SettingsError(f"tasks.{name}.labels: {label!r} makes no token")
-            if ends := set(token_ids) & set(task.sampling.stop_token_ids):
-                raise SettingsError(
-                    f"tasks.{name}.sampling.stop_token_ids holds {min(ends)}, a token of the label {label!r}: the "
-                    "answer would end there and be no label"
-                )
+        if (inside := self.stop_token_inside_label(task.sampling.stop_token_ids)) is not None:
+            raise SettingsError(f"tasks.{name}.sampling.{inside}")
         self.sampling = self.with_room_for_labels(task.sampling)
         self.plain_sampling = dataclasses.asdict(self.sampling)  # for receipts
         uses_chat = task.chat and tokenizer.has_chat_template
         chat = tokenizer.render_chat([{"role": "user", "content": ""}]) if uses_chat else None
         parts = [task.template, task.system, task.chat, chat]
         self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def stop_token_inside_label(self, stop_token_ids: Sequence[int]) -> str | None:
+        """Says which of them would end which label before it is spelled; None where none would."""
+        for label, token_ids in zip(self.task.labels, self.label_token_ids, strict=True):
+            if ends := set(token_ids) & set(stop_token_ids):
+                return (
+                    f"stop_token_ids holds {min(ends)}, a token of the label {label!r}: the answer would end there and "
+                    "be no label"
+                )
+        return None
 
     def with_room_for_labels(self, sampling: SamplingParams) -> SamplingParams:
         """A label is spelled to its end, whatever `max_tokens` says; one token more is for the end itself."""
@@ -107,7 +114,10 @@ class PreparedDocument:
 
 
 class PromptBuilder:
-    """Prepares documents for one started engine. `clock` gives the wall time that deadlines are compared with."""
+    """Prepares documents for one started engine. `clock` gives the wall time that deadlines are compared with.
+
+    Raises SettingsError where a task does not fit the engine's vocabulary.
+    """
 
     def __init__(
         self,
@@ -124,6 +134,9 @@ class PromptBuilder:
         self._hasher = BlockHasher(engine.block_size, engine.identity)
         self._clock = clock
         self._max_rendered_characters = max_rendered_characters
+        for name, task in tasks.items():
+            if (beyond := self._stop_token_beyond(task.sampling)) is not None:
+                raise SettingsError(f"tasks.{name}.sampling.{beyond}")
 
     def prepare(self, document: Document) -> PreparedDocument:
         """The document's prompt. Raises DocumentError, which says what is wrong with the document."""
@@ -242,13 +255,17 @@ class PromptBuilder:
             raise _failure(FailureCode.BAD_MESSAGE, f"sampling.{error}") from None
         if (inside := stop_inside_label(sampling.stop, task.task.labels)) is not None:
             raise _failure(FailureCode.BAD_MESSAGE, f"sampling.{inside}")
+        wrong = self._stop_token_beyond(sampling) or task.stop_token_inside_label(sampling.stop_token_ids)
+        if wrong is not None:
+            raise _failure(FailureCode.BAD_MESSAGE, f"sampling.{wrong}")
+        return task.with_room_for_labels(sampling)
+
+    def _stop_token_beyond(self, sampling: SamplingParams) -> str | None:
+        """Says which stop token the model does not have; None where it has all."""
         for token_id in sampling.stop_token_ids:
             if token_id >= self._vocab_size:
-                raise _failure(
-                    FailureCode.BAD_MESSAGE,
-                    f"sampling.stop_token_ids holds {token_id}; the vocabulary ends at {self._vocab_size - 1}",
-                )
-        return task.with_room_for_labels(sampling)
+                return f"stop_token_ids holds {token_id}; the vocabulary ends at {self._vocab_size - 1}"
+        return None
 
     def _truncated(self, task: CompiledTask, token_ids: "array[int]", sampling: SamplingParams) -> "array[int]":
         """The prompt without its middle, or DocumentError where the task does not want that.

@@ -3,6 +3,7 @@
 The one place that retries (tenacity) and the one table of what a status means. It sends nothing itself.
 """
 
+import math
 import random
 import threading
 import time
@@ -139,8 +140,10 @@ def _retry_after(header: str | None) -> float:
     except ValueError:
         try:
             seconds = (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds()
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return 0.0
+    if math.isnan(seconds):  # which no comparison bounds
+        return 0.0
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,18 +55,17 @@ def submit_file(
         console=console, transient=True, disable=not console.is_terminal,
     ) as progress:  # fmt: skip
         if file == "-":
-            lines = iter(sys.stdin)
-            first = next(lines, "")
+            first, lines = _peek(_decoded(sys.stdin.buffer, "standard input"))
             plan = plan_submission(settings, "stdin", task, job, input_format or guess_format("", first))
             sending = progress.add_task("Sending", total=None)
             return send(
                 settings,
                 goes_to,
-                messages(_after(first, lines), plan, limit),
+                messages(lines, plan, limit),
                 lambda _, num_bytes: progress.advance(sending, num_bytes),
             )
         path = Path(file)
-        first = next(iter(_lines(path, None)), "")
+        first, _ = _peek(_lines(path, None))
         plan = plan_submission(settings, path.stem, task, job, input_format or guess_format(path.name, first))
         total = path.stat().st_size
         checking = progress.add_task("Checking", total=total)
@@ -79,20 +79,30 @@ def submit_file(
 def _lines(path: Path, on_read: Callable[[int], None] | None) -> Iterator[str]:
     try:
         with path.open("rb") as opened:
-            for number, line in enumerate(opened, start=1):
-                if on_read is not None:
-                    on_read(len(line))
-                try:
-                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise SettingsError(f"{path}, line {number} is not UTF-8: {error.reason}") from None
+            yield from _decoded(opened, str(path), on_read)
     except OSError as error:
         raise SettingsError(f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _after(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
+def _decoded(opened: Iterable[bytes], name: str, on_read: Callable[[int], None] | None = None) -> Iterator[str]:
+    """Its lines as text, without a byte order mark before the first."""
+    for number, line in enumerate(opened, start=1):
+        if on_read is not None:
+            on_read(len(line))
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"{name}, line {number} is not UTF-8: {error.reason}") from None
+
+
+def _peek(lines: Iterator[str]) -> tuple[str, Iterator[str]]:
+    """The first line that is not blank, and all the lines from the very first on."""
+    read: list[str] = []
+    for line in lines:
+        read.append(line)
+        if line.strip():
+            break
+    return (read[-1] if read else ""), chain(read, lines)
 
 
 def plan_submission(settings: Settings, name: str, task: str, job: str, input_format: InputFormat) -> Submission:
@@ -103,7 +113,7 @@ def plan_submission(settings: Settings, name: str, task: str, job: str, input_fo
 
 
 def guess_format(name: str, first_line: str) -> InputFormat:
-    """By the file's ending, else by its first character."""
+    """By the file's ending, else by the first character of its first line that is not blank."""
     suffix = Path(name).suffix.lower()
     if suffix in (".jsonl", ".ndjson", ".json"):
         return "jsonl"
@@ -167,13 +177,17 @@ def send(
     """
     kafka = settings.kafka
     reachable = ensure_topics(kafka.model_copy(update={"topics": (topic,)}), create_input=True)
-    producer = KafkaProducer(
-        **client_options(reachable),
-        acks="all",
-        enable_idempotence=False,
-        linger_ms=20,
-        max_request_size=2 * kafka.max_document_bytes + 2**16,
-    )
+    try:
+        producer = KafkaProducer(
+            **client_options(reachable),
+            acks="all",
+            enable_idempotence=False,
+            linger_ms=20,
+            max_request_size=2 * kafka.max_document_bytes + 2**16,
+        )
+    except (KafkaError, OSError) as error:  # since it answered just now it has gone away
+        servers = ", ".join(kafka.bootstrap_servers)
+        raise SourceError(f"Kafka at {servers} does not answer: {error}; nothing was sent") from None
     num_acknowledged = 0
     waiting: list[Any] = []
     try:

@@ -3,9 +3,9 @@
 schemas/settings_reader.py reads them, once. Secrets come from files or the environment and are never in the TOML file.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -14,6 +14,13 @@ from schemas.inference import EngineSettings, ModelSettings
 from schemas.task import Task
 
 TASK_NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
+
+# Up to the last '@'. Of what looks like a scheme only these are known to be one, and no part of a password.
+_CREDENTIALS = re.compile(r"^(https?://)?.*@", re.DOTALL)
+_CREDENTIALS_BELONG = {
+    "elasticsearch.urls": "elasticsearch.username and password_file, or as api_key_file",
+    "kafka.bootstrap_servers": "kafka.sasl_username and sasl_password_file",
+}
 
 
 class _Part(BaseModel):
@@ -135,13 +142,22 @@ def require_addresses(settings: Settings, *, model: bool = True) -> None:
 def masked_settings(settings: Settings) -> dict[str, Any]:
     """The effective settings as plain JSON types, secrets as asterisks: fit to be printed."""
     plain = settings.model_dump(mode="json")
-    plain["elasticsearch"]["urls"] = [without_password(url) for url in settings.elasticsearch.urls]
+    plain["elasticsearch"]["urls"] = [without_credentials(url) for url in settings.elasticsearch.urls]
+    plain["kafka"]["bootstrap_servers"] = [without_credentials(one) for one in settings.kafka.bootstrap_servers]
     return plain
 
 
-def without_password(url: str) -> str:
-    """The same address with asterisks for its password; as it is where it has none."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}"))
+def require_no_credentials(key: str, address: str, origin: str = "") -> None:
+    """Raises SettingsError where the address holds any: `key` is the setting, `origin` where it was given."""
+    if "@" in address:
+        where = f" ({origin})" if origin else ""
+        shown = without_credentials(address)
+        raise SettingsError(f"{key}{where} holds credentials in {shown!r}; give them as {_CREDENTIALS_BELONG[key]}")
+
+
+def without_credentials(address: str) -> str:
+    """The address with asterisks for all that stands before its last '@'; as it is where there is none.
+
+    Not by a parser of URLs: to one, an unescaped '#', '/' or '?' in a password ends the address before the '@'.
+    """
+    return _CREDENTIALS.sub(r"\1***@", address, count=1)

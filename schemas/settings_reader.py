@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from schemas.errors import SettingsError
-from schemas.settings import TASK_NAME_PATTERN, Settings, without_password
+from schemas.settings import TASK_NAME_PATTERN, Settings, require_no_credentials, without_credentials
 from schemas.task import Task
 
 DEFAULT_SETTINGS_FILE = Path("pagemill.toml")
@@ -80,6 +80,11 @@ class _Given:
         self.set_value(path, value, origin)
 
     def set_value(self, path: tuple[str, ...], value: Any, origin: str) -> None:
+        """Raises SettingsError where an address holds credentials, also where a stronger origin replaces it."""
+        if path in _ADDRESSES and isinstance(value, list):
+            for address in value:
+                if isinstance(address, str):
+                    require_no_credentials(".".join(path), address, origin)
         here = self.values
         for key in path[:-1]:
             deeper = here.setdefault(key, {})
@@ -131,7 +136,7 @@ _EXPECTED = {
     "dataclass_type": "expected a table of settings",
     "dict_type": "expected a table",
 }
-_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # of an address, in whatever is quoted
+_ADDRESSES = (("kafka", "bootstrap_servers"), ("elasticsearch", "urls"))
 
 
 def _shown(path: tuple[int | str, ...], value: Any) -> str:
@@ -139,7 +144,20 @@ def _shown(path: tuple[int | str, ...], value: Any) -> str:
     annotation = _annotation_at(tuple(str(part) for part in path))
     if SecretStr in (annotation, *typing.get_args(annotation)):
         return "***"
-    return _CREDENTIALS.sub("//***@", repr(value))
+    if annotation is not None and _children(annotation) is not None:
+        return f"of type {type(value).__name__}"  # it stands for a whole section, which may hold a password somewhere
+    return repr(_without_credentials(value))
+
+
+def _without_credentials(value: Any) -> Any:
+    """The same value with no credentials in any text of it."""
+    if isinstance(value, str):
+        return without_credentials(value)
+    if isinstance(value, dict):
+        return {_without_credentials(key): _without_credentials(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(inner) for inner in value]
+    return value
 
 
 _ANY_NAME: dict[str, Any] = {}  # the children of a table whose names the operator chooses
@@ -230,13 +248,6 @@ def _read_file(file: Path, given: _Given) -> None:
             raise SettingsError(
                 f"{key} is a secret and stands in {str(file)!r}; secrets are not written there: give {key}_file, or "
                 f"{ENVIRONMENT_PREFIX}{'__'.join(path).upper()} in the environment"
-            )
-    urls = values.get("elasticsearch", {}).get("urls", ()) if isinstance(values.get("elasticsearch"), dict) else ()
-    for url in urls if isinstance(urls, list) else ():
-        if isinstance(url, str) and without_password(url) != url:
-            raise SettingsError(
-                f"elasticsearch.urls in {str(file)!r} holds a password ({without_password(url)}); secrets are not "
-                "written there: give elasticsearch.username and elasticsearch.password_file"
             )
     for name, value in values.items():
         # Written types are kept as they are: only text from environment and flags is read as a list or an object.

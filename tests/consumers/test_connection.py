@@ -78,6 +78,36 @@ def test_without_addresses_the_settings_to_give_are_named() -> None:
         check_connection(KafkaSettings())
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["host:abc", "host:0", "host:70000", "host:-1", "host:", ":9092", "", " ", "[::1:9092", "http://host:9092/"],
+)
+def test_an_address_that_is_none_is_named_with_what_to_write(address: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        check_connection(kafka_settings(address, "documents"))
+    assert str(raised.value) == (
+        f"kafka.bootstrap_servers holds {address!r}; write it with host and port, such as broker-1:9092 or [::1]:9092"
+    )
+
+
+def test_an_address_with_credentials_is_refused_and_they_are_not_shown() -> None:
+    with pytest.raises(
+        SettingsError, match=r"bootstrap_servers holds credentials in '\*\*\*@a:1'; .*sasl_password_file"
+    ):
+        check_connection(kafka_settings("SASL_SSL://me:hush@a:1", "documents"))
+
+
+@pytest.mark.parametrize("address", ["[::1]:9092", "::1", "host", "PLAINTEXT://host:65535"])
+def test_addresses_are_read_as_the_clients_read_them(address: str) -> None:
+    assert client_options(kafka_settings(address, "documents"))["bootstrap_servers"] == [address]
+
+
+def test_an_ipv6_address_is_tried_and_named_as_it_is_written() -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(SourceError, match=rf"\[::1\]:{port}: "):
+        check_connection(kafka_settings(f"[::1]:{port}", "documents", connect_timeout_seconds=1.0))
+
+
 def test_a_sasl_user_needs_mechanism_and_password(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"set kafka\.sasl_mechanism and kafka\.sasl_username too"):
         client_options(kafka_settings("a:1", "t", security_protocol="SASL_SSL"))

@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import structlog
 from elasticsearch import Elasticsearch
+from kafka.errors import KafkaConnectionError
 from typer.testing import CliRunner
 
+from pipeline.account import Account, Totals
 from pipeline.cli import app
+from pipeline.letter_sender import open_producer
 from pipeline.submit import Submission, guess_format, messages, plan_submission
+from pipeline.summary import RunSummary
 from pipeline.worker import Worker
-from schemas.errors import SettingsError
+from schemas.errors import SettingsError, SourceError
+from schemas.inference import EngineStats
+from schemas.settings import Settings
 from schemas.settings_reader import load_settings
 from tests.fakes import fake_engine_command
 from tests.pipeline.parts import ByteTokenizer
@@ -81,6 +87,17 @@ def test_addresses_have_flags_of_their_own() -> None:
     assert "elasticsearch.urls = " not in err
 
 
+@pytest.mark.parametrize(("num_in_flight", "exit_code"), [(0, 0), (1, 1)])
+def test_a_run_whose_account_does_not_balance_ends_with_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, num_in_flight: int, exit_code: int
+) -> None:
+    summary = RunSummary(Totals(Account(delivered=1, indexed=1)), EngineStats(), num_in_flight)
+    monkeypatch.setattr(Worker, "run", lambda *_: summary)
+    code, out, _ = ends("worker")
+    assert code == exit_code
+    assert ("the account does not balance" in out) == bool(exit_code)
+
+
 def test_check_config_prints_what_it_would_use_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("pagemill.toml").write_text('[kafka]\ngroup = "mine"\n[tasks.a]\ntemplate = "{{ text }}"\n')
     monkeypatch.setenv("PAGEMILL_KAFKA__SASL_PASSWORD", "hush")
@@ -91,6 +108,21 @@ def test_check_config_prints_what_it_would_use_and_no_secret(monkeypatch: pytest
     assert 'template = "{{ text }}"' in out
     assert "hush" not in out
     assert 'sasl_password = "**********"' in out
+
+
+def test_a_password_in_an_address_is_refused_when_settings_are_loaded_and_not_repeated() -> None:
+    address = "http://me:hush#hush@search:9200"
+    said = "elasticsearch.urls (flag) holds credentials in 'http://***@search:9200'; give them as "
+    for arguments in (
+        ("check-config", "--set", f"elasticsearch.urls={address}"),
+        ("worker", "--elasticsearch", address),
+        ("results", "--elasticsearch", address),
+    ):
+        code, out, err = ends(*arguments)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"pagemill: {said}")
+    _, _, err = ends("check-config", "--set", address)
+    assert "hush" not in err
 
 
 def test_check_config_finds_a_template_that_does_not_compile() -> None:
@@ -166,6 +198,82 @@ def test_the_format_is_guessed_by_ending_then_by_the_first_character() -> None:
     assert guess_format("a.txt", "{") == "text"
     assert guess_format("a", '  {"a": 1}') == "jsonl"
     assert guess_format("", "hello") == "text"
+
+
+BLANK_START = [b"", b"\xef\xbb\xbf", b"\n \r\n", b"\xef\xbb\xbf\n\n"]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a submission hands to Kafka."""
+    documents: list[dict[str, Any]] = []
+
+    def take(_settings: Settings, _topic: str, records: Iterator[tuple[int, bytes, bytes]], *_: Any) -> int:
+        documents.extend(json.loads(value) for _, _, value in records)
+        return len(documents)
+
+    monkeypatch.setattr("pipeline.submit.send", take)
+    return documents
+
+
+def submits(file: str, content: bytes) -> tuple[int, str]:
+    result = runner.invoke(app, ["submit", file, "--kafka", "a:1"], input=content)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stderr
+
+
+@pytest.mark.parametrize("start", BLANK_START)
+@pytest.mark.parametrize("file", ["-", "lines"])
+def test_the_format_is_guessed_behind_a_byte_order_mark_and_blank_lines(
+    sent: list[dict[str, Any]], file: str, start: bytes
+) -> None:
+    for content, prompt in ((b'{"prompt": "x"}\n', "x"), (b"x\n", "x"), (b'x {"prompt"\n', 'x {"prompt"')):
+        Path("lines").write_bytes(start + content)
+        sent.clear()
+        assert submits(file, start + content) == (0, "")
+        assert [document["prompt"] for document in sent] == [prompt]
+        number = start.count(b"\n") + 1
+        assert sent[0]["id"] == f"{'stdin' if file == '-' else 'lines'}-{number}"
+
+
+@pytest.mark.usefixtures("sent")
+@pytest.mark.parametrize(("file", "name"), [("-", "standard input"), ("lines", "lines")])
+def test_what_is_not_utf_8_is_told_with_its_line(file: str, name: str) -> None:
+    for start in (b"", b"fine\n"):
+        Path("lines").write_bytes(start + b"\xff\n")
+        number = start.count(b"\n") + 1
+        assert submits(file, start + b"\xff\n") == (
+            2, f"pagemill: {name}, line {number} is not UTF-8: invalid start byte\n",
+        )  # fmt: skip
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(**_: Any) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("gone", [KafkaConnectionError("gone"), ConnectionRefusedError("gone")])
+def test_a_broker_that_goes_away_before_the_first_document_is_told(
+    monkeypatch: pytest.MonkeyPatch, gone: Exception
+) -> None:
+    monkeypatch.setattr("pipeline.submit.ensure_topics", lambda settings, **_: settings)
+    monkeypatch.setattr("pipeline.submit.KafkaProducer", raising(gone))
+    assert submits("-", b"x\n") == (1, f"pagemill: Kafka at a:1 does not answer: {gone}; nothing was sent\n")
+
+
+@pytest.mark.parametrize("gone", [KafkaConnectionError("gone"), ConnectionRefusedError("gone")])
+def test_a_broker_that_goes_away_before_the_first_letter_is_told(
+    monkeypatch: pytest.MonkeyPatch, gone: Exception
+) -> None:
+    monkeypatch.setattr("pipeline.letter_sender.check_connection", lambda settings: settings)
+    monkeypatch.setattr("pipeline.letter_sender.KafkaProducer", raising(gone))
+    with (
+        pytest.raises(SourceError, match=r"Kafka at a:1 does not answer: .*gone"),
+        open_producer(load_settings(None, {"kafka.bootstrap_servers": "a:1"}, {})),
+    ):
+        pass
 
 
 def test_text_is_a_prompt_where_the_task_has_no_template() -> None:

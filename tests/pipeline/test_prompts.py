@@ -219,6 +219,13 @@ def test_an_override_out_of_range_names_its_key() -> None:
     )  # fmt: skip
 
 
+def test_a_documents_stop_token_that_is_in_a_label_is_refused() -> None:
+    assert fails(task="kind", fields={"text": "a"}, sampling={"stop_token_ids": [0, ord("d")]}) == (
+        FailureCode.BAD_MESSAGE,
+        "sampling.stop_token_ids holds 100, a token of the label 'good': the answer would end there and be no label",
+    )
+
+
 def test_labels_become_token_ids_and_have_room_whatever_max_tokens_says() -> None:
     prepared = prepare(task="kind", fields={"text": "a"}, sampling={"max_tokens": 1})
     assert [shown(token_ids) for token_ids in prepared.task.label_token_ids] == ["good", "bad"]
@@ -268,6 +275,16 @@ def test_a_task_that_the_model_cannot_serve_is_told_at_start() -> None:
         "tasks.t needs a chat template and the model has none; set tasks.t.chat = false"
     )
     assert refusal(Task(template="a", system="b", chat=False)).startswith("tasks.t.system needs chat = true")
+
+
+def test_a_tasks_wrong_stop_tokens_are_told_at_start_and_are_no_documents_fault() -> None:
+    with pytest.raises(SettingsError) as caught:
+        builder({"t": Task.model_validate({"sampling": {"stop_token_ids": [257, 258]}})})
+    assert str(caught.value) == "tasks.t.sampling.stop_token_ids holds 258; the vocabulary ends at 257"
+    labels = {"kind": "classify", "labels": ["good", "bad"], "sampling": {"stop_token_ids": [ord("b")]}}
+    assert refusal(Task.model_validate(labels)).startswith(
+        "tasks.t.sampling.stop_token_ids holds 98, a token of the label 'bad': "
+    )
 
 
 @pytest.mark.parametrize(

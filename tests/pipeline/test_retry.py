@@ -109,6 +109,12 @@ def test_what_is_waited_out_has_a_name(error: ApiError | TransportError, name: t
         ("-3", 0.0),
         ("soon", 0.0),
         ("99999", 300.0),
+        ("1e999", 300.0),
+        ("inf", 300.0),
+        ("-inf", 0.0),
+        ("nan", 0.0),
+        ("Fri, 01 Jan 9999 00:00:00 GMT", 300.0),
+        (f"Fri, 01 Jan {10**20} 00:00:00 GMT", 0.0),
         ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
     ],
 )

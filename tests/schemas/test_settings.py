@@ -1,11 +1,12 @@
 """Settings: file under environment under flags, and every mistake told with its key, its value and what to do."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from schemas.errors import SettingsError
-from schemas.settings import masked_settings, require_addresses
+from schemas.settings import Settings, masked_settings, require_addresses, without_credentials
 from schemas.settings_reader import load_settings
 
 
@@ -120,11 +121,71 @@ def test_a_secret_in_the_file_is_refused_and_its_value_not_repeated(
     )
 
 
-def test_a_password_in_an_address_of_the_file_is_refused(toml: Path) -> None:
+WITH_CREDENTIALS = [
+    "http://me:hush@search:9200",
+    "https://hush@search:9200",
+    "http://me:hush#hush@search:9200",
+    "http://me:hush/hush@search:9200",
+    "http://me:hush?hush@search:9200",
+    "http://me:hush@hush@search:9200",
+    "http://me:hush://hush@search:9200",
+    "http://me:hush [hush\n@search:9200",
+    "me:hush@search:9200",
+    "me:hush://hush@search:9200",
+]
+
+
+@pytest.mark.parametrize("address", WITH_CREDENTIALS)
+def test_whatever_stands_before_the_last_at_of_an_address_is_not_shown(address: str) -> None:
+    scheme = f"{address.partition('://')[0]}://" if address.startswith("http") else ""
+    assert without_credentials(address) == f"{scheme}***@search:9200"
+    settings = Settings.model_validate(
+        {"kafka": {"bootstrap_servers": [address]}, "elasticsearch": {"urls": [address]}}
+    )
+    assert "hush" not in json.dumps(masked_settings(settings))
+
+
+def test_an_address_without_credentials_is_shown_as_it_is() -> None:
+    for address in ("https://search:9200", "search", "[::1]:9092", ""):
+        assert without_credentials(address) == address
+
+
+@pytest.mark.parametrize("address", WITH_CREDENTIALS)
+def test_credentials_in_an_address_are_refused_wherever_it_is_given(toml: Path, address: str) -> None:
+    said = f"holds credentials in {without_credentials(address)!r}; give them as"
+    toml.write_text(f"[elasticsearch]\nurls = [{json.dumps(address)}]\n")
+    instead = "elasticsearch.username and password_file, or as api_key_file"
+    assert refusal(toml) == f"elasticsearch.urls ({toml}) {said} {instead}"
+    listed = json.dumps([address])
+    assert refusal(None, {}, elasticsearch__urls=listed) == f"elasticsearch.urls (flag) {said} {instead}"
+    variable = "PAGEMILL_KAFKA__BOOTSTRAP_SERVERS"
+    assert refusal(environment={variable: listed}) == (
+        f"kafka.bootstrap_servers (environment {variable}) {said} kafka.sasl_username and sasl_password_file"
+    )
+
+
+def test_a_password_with_a_comma_in_it_is_refused_and_no_half_of_it_shown() -> None:
+    said = refusal(None, {}, elasticsearch__urls="http://me:hush,hush@search:9200")
+    assert said.startswith("elasticsearch.urls (flag) holds credentials in '***@search:9200'; ")
+
+
+def test_credentials_in_the_file_are_refused_although_the_environment_gives_other_addresses(toml: Path) -> None:
     toml.write_text('[elasticsearch]\nurls = ["https://me:hush@search:9200"]\n')
-    sentence = refusal(toml)
-    assert "elasticsearch.password_file" in sentence
-    assert "hush" not in sentence
+    said = refusal(toml, {"PAGEMILL_ELASTICSEARCH__URLS": "https://search:9200"})
+    assert "holds credentials in 'https://***@search:9200'" in said
+
+
+@pytest.mark.parametrize("address", WITH_CREDENTIALS)
+def test_an_address_that_is_no_list_is_quoted_without_its_credentials(toml: Path, address: str) -> None:
+    for given in (json.dumps(address), f"[[{json.dumps(address)}]]", f"[{{a = {json.dumps(address)}}}]"):
+        toml.write_text(f"[elasticsearch]\nurls = {given}\n")
+        assert "hush" not in refusal(toml)
+    assert "hush" not in refusal(environment={"PAGEMILL_ELASTICSEARCH__URLS": f'["{address}"'})
+
+
+def test_a_section_that_is_none_is_not_quoted(toml: Path) -> None:
+    toml.write_text('[[elasticsearch]]\npassword = "hush"\n')
+    assert refusal(toml) == f"elasticsearch is of type list ({toml}): expected a table of settings"
 
 
 def test_a_secret_from_the_environment_is_masked_where_settings_are_shown() -> None:
