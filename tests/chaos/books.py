@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from tests.chaos.rounds import FaultKind, Round, ways
 
+MAX_SHARE_AGAIN = 0.02  # of the documents, of those that were computed again
+ROUNDS_TO_JUDGE = 100  # that by: a few rounds may hold nothing but crashes
 
 @dataclass(slots=True)
 class Outcome:
@@ -82,7 +84,18 @@ class Books:
             if self.failed
             else "every round held"
         )
+        if self.is_costly:
+            lines.append(f"more than {MAX_SHARE_AGAIN:.0%} of the documents were computed again")
         return lines
 
+    @property
+    def is_costly(self) -> bool:
+        """Whether too much was computed twice, over rounds enough to say so."""
+        return self.num_rounds >= ROUNDS_TO_JUDGE and self._share_again > MAX_SHARE_AGAIN
+
+    @property
+    def _share_again(self) -> float:
+        return self.num_again / max(self.num_documents, 1)
+
     def _again(self) -> str:
-        return f"{self.num_again} computed again ({self.num_again / max(self.num_documents, 1):.2%})"
+        return f"{self.num_again} computed again ({self._share_again:.2%})"

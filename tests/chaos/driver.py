@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(books.summary()))
     if not books.failed and not options.keep_logs:
         shutil.rmtree(directory)
-    return 1 if books.failed else 0
+    return 1 if books.failed or books.is_costly else 0
 
 
 if __name__ == "__main__":

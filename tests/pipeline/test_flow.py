@@ -699,6 +699,8 @@ def test_an_engine_that_is_lost_while_its_work_is_dropped_keeps_the_account(make
         stage.flow.turn()
     source.epoch = 2
     stage.started[0].kill()
+    assert stage.started[0]._reaper is not None
+    stage.started[0]._reaper.join(30.0)  # until then its socket takes what is sent
     with pytest.raises(EngineError):
         stage.flow.drop_what_is_not_ours()
     assert stage.flow.totals.account.handed_back == 100
