@@ -9,6 +9,7 @@ from tests.chaos.rounds import FaultKind, Round, ways
 MAX_SHARE_AGAIN = 0.02  # of the documents, of those that were computed again
 ROUNDS_TO_JUDGE = 100  # that by: a few rounds may hold nothing but crashes
 
+
 @dataclass(slots=True)
 class Outcome:
     """What a round came to."""
