@@ -971,6 +971,22 @@ def test_while_elasticsearch_is_away_what_may_have_a_row_is_held_and_a_drain_han
     assert stage.balance() == (0, 0)
 
 
+def test_a_look_up_that_fails_by_a_bug_stops_the_worker_and_what_was_held_is_handed_back(
+    make_stage: MakeStage,
+) -> None:
+    source = MemorySource([make_document(offset) for offset in range(10)])
+
+    def look_up(wanted: Sequence[tuple[str | None, str]]) -> list[StoredRow | None]:
+        return []
+
+    stage = make_stage(source, look_up=look_up)
+    with pytest.raises(SinkError, match="looking stored rows up failed: ValueError"):
+        stage.run()
+    stage.flow.give_up()
+    assert sorted(source.handed_back) == list(range(10))
+    assert stage.balance() == (0, 0)
+
+
 def test_what_the_source_passed_over_is_delivered_and_already_done(make_stage: MakeStage) -> None:
     first = make_document(0)
     source = MemorySource([first])

@@ -132,6 +132,16 @@ def test_a_new_epoch_is_searched_anew_and_the_old_ones_documents_are_handed_back
     assert [position.epoch for position in redeliveries.give_up()] == [2]
 
 
+def test_a_look_up_that_fails_in_a_way_nobody_thought_of_is_told(make: Make) -> None:
+    _, index, redeliveries = make()
+    index.error = KeyError("docs")
+    redeliveries.check()
+    redeliveries.sift(documents(0, 1))
+    wait_until(lambda: redeliveries._error is not None, "the thread has ended")
+    with pytest.raises(SinkError, match="looking stored rows up failed: KeyError: 'docs'"):
+        redeliveries.check()
+
+
 def test_an_answer_about_what_was_handed_back_meanwhile_is_none(make: Make) -> None:
     _, index, redeliveries = make(started=2)
     index.store(0)
