@@ -201,7 +201,9 @@ def _tell_why(connection: WorkerConnection, error: BaseException) -> None:
         name, sentence = type(error).__name__, str(error)
     else:
         name, sentence = "EngineError", traceback.format_exception_only(error)[-1].strip()
-        traceback.print_exception(error)
+        # Before the worker hears of it: it kills us then. A full disk under standard error must not keep it from that.
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
     with contextlib.suppress(OSError):  # the worker may be gone
         connection.send((MessageKind.FATAL, name, sentence))
 

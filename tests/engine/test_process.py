@@ -1,9 +1,18 @@
 """What the engine process does of itself: where its kernels are kept, and what its start took."""
 
+import errno
+import io
+import os
+import socket
+import sys
 from pathlib import Path
 
+import pytest
+
+from engine import process, protocol
 from engine.client import EngineClient
-from engine.process import keep_compiled_kernels, seconds_since_start
+from engine.process import WorkerConnection, keep_compiled_kernels, seconds_since_start
+from engine.protocol import MessageKind
 from schemas.inference import EngineSettings, ModelSettings
 from tests.tiny_models import write_tiny_model
 
@@ -33,3 +42,19 @@ def test_a_started_process_says_what_each_part_of_its_start_took(tmp_path: Path)
         info = client.start(60.0)
     assert list(info.start_seconds) == ["libraries", "tokenizer", "weights", "memory", "cache", "canary", "runner"]
     assert 0 < info.start_seconds["libraries"] < seconds_since_start()  # this process is the elder one
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_under_standard_error_does_not_keep_the_worker_from_hearing_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process._tell_why(WorkerConnection(theirs), RuntimeError("the cause"))
+        [frame] = protocol.FrameReader().feed(ours.recv(protocol.RECEIVE_BYTES))
+    assert list(protocol.decode_message(frame)) == [MessageKind.FATAL, "EngineError", "RuntimeError: the cause"]
