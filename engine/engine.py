@@ -156,6 +156,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._answers or self._ended)
 
+    def check_idle(self) -> None:
+        """Raises EngineError where requests that have all ended left blocks behind. O(1)."""
+        self._scheduler.check_idle()
+
     def step(self) -> list[InferenceOutput]:
         """One step; the outputs of the requests that ended since the last one.
 

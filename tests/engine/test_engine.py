@@ -66,6 +66,7 @@ def drain(engine: Engine) -> dict[int, InferenceOutput]:
         for output in engine.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output
+    engine.check_idle()
     return outputs
 
 
