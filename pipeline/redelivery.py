@@ -159,7 +159,8 @@ class Redeliveries:
             for document, (_, _, version), row in zip(documents, addresses, found, strict=True):
                 verdict = None
                 if row is not None and row.version >= version:
-                    verdict = Verdict.ALREADY_DONE if row.comes_from(document.source) else Verdict.SUPERSEDED
+                    is_ours = row.version == version and row.comes_from(document.source)  # a replay's is higher
+                    verdict = Verdict.ALREADY_DONE if is_ours else Verdict.SUPERSEDED
                     num_done += 1
                 self._answered.append((document, verdict))
             if num_done:
