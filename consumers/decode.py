@@ -134,7 +134,7 @@ def _check_tree(name: str, tree: Mapping[str, Any]) -> int:
 
 
 def _reject(raw: RawMessage, parsed: object, code: FailureCode, text: str) -> RejectedDocument:
-    keys = parsed if isinstance(parsed, dict) else {}
+    keys = {"job": DEFAULT_JOB, **parsed} if isinstance(parsed, dict) else {}  # the default, as where it is accepted
     metadata = keys.get("metadata")
     first, timestamp_ms, attempt = first_delivery(raw)
     return RejectedDocument(

@@ -159,7 +159,10 @@ class BlockPool:
                 wanting[block_hash] = count - 1
 
     def check(self) -> None:
-        """Assert that every block is in exactly one state. For tests and for an idle engine: O(num_blocks)."""
+        """Assert that every block is in exactly one state. For tests: O(num_blocks), 70 ms for 100,000.
+
+        An idle engine looks at `num_used`, which is 0 then.
+        """
         free, cached = set(self._free), set(self._unwanted) | set(self._wanted)
         used = {block_id for block_id, count in enumerate(self._num_holders) if count > 0}
         assert len(free) == len(self._free), "a block is free twice"

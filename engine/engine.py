@@ -156,6 +156,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._answers or self._ended)
 
+    def check_idle(self) -> None:
+        """Raises EngineError where requests that have all ended left blocks behind. O(1)."""
+        self._scheduler.check_idle()
+
     def step(self) -> list[InferenceOutput]:
         """One step; the outputs of the requests that ended since the last one.
 
@@ -265,18 +269,13 @@ class Engine:
         self, answer: _Answer, finish_reason: FinishReason, stop_reason: str | int | None = None
     ) -> InferenceOutput:
         request = self._forget(answer)
-        labels = answer.labels
-        label_id = None
-        if labels is not None:
-            # An answer that was cut short may have spelled a label all the same.
-            label_id = labels.label_id if finish_reason == "stop" else labels.spelled_label_id
         return InferenceOutput(
             request.request_id,
             token_ids=tuple(request.token_ids[request.num_prompt_tokens :]),
             text=answer.text.finish(),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            label_id=label_id,
+            label_id=answer.labels.label_id if answer.labels is not None else None,
             logprobs=tuple(answer.logprobs) if request.inference.sampling.logprobs is not None else None,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,

@@ -98,14 +98,12 @@ class LabelState:
 
     @property
     def label_id(self) -> int | None:
-        """The answer's label once it is complete: nothing longer is possible, or EOS came after it."""
+        """The answer's label once it is complete: nothing longer is possible, or EOS came after it.
+
+        Of an answer that was cut short before that nobody knows whether a longer label was coming.
+        """
         complete = self._ended or not self._node.next_nodes
         return self._node.label_id if complete else None
-
-    @property
-    def spelled_label_id(self) -> int | None:
-        """The label that is spelled in full so far, though a longer one may still come (for an answer cut short)."""
-        return self._node.label_id
 
 
 class LabelSets:

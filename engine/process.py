@@ -46,6 +46,7 @@ class ServedEngine(Protocol):
     def abort(self, request_ids: Iterable[int]) -> None: ...
     def step(self) -> list[InferenceOutput]: ...
     def has_unfinished(self) -> bool: ...
+    def check_idle(self) -> None: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -135,7 +136,7 @@ class WorkerConnection:
 
 
 def serve(connection: WorkerConnection, engine: ServedEngine) -> None:
-    """Take in, step, give out; for ever. Raises what a step raises."""
+    """Take in, step, give out; for ever. Raises what a step raises, or a look at the engine once it is idle."""
     next_stats = 0.0
     num_begun_tokens = 0
     while True:
@@ -153,6 +154,8 @@ def serve(connection: WorkerConnection, engine: ServedEngine) -> None:
             num_begun_tokens = stats.num_begun_tokens
         elif outputs:
             connection.send(protocol.encode_outputs(outputs))
+        if not engine.has_unfinished():
+            engine.check_idle()  # last: what it has answered has been sent, and nobody is suspected of its end
 
 
 def _carry_out(message: Message, engine: ServedEngine) -> None:
@@ -201,7 +204,9 @@ def _tell_why(connection: WorkerConnection, error: BaseException) -> None:
         name, sentence = type(error).__name__, str(error)
     else:
         name, sentence = "EngineError", traceback.format_exception_only(error)[-1].strip()
-        traceback.print_exception(error)
+        # Before the worker hears of it: it kills us then. A full disk under standard error must not keep it from that.
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
     with contextlib.suppress(OSError):  # the worker may be gone
         connection.send((MessageKind.FATAL, name, sentence))
 

@@ -121,6 +121,16 @@ class Scheduler:
         """
         self._pace.expect(beyond)
 
+    def check_idle(self) -> None:
+        """Raises EngineError where a block is held though no request is there, or is free twice. O(1)."""
+        assert not self.has_unfinished(), "not idle"
+        pool = self.pool
+        if pool.num_used:
+            raise EngineError(
+                f"no request is left, and {pool.num_free} free and {pool.num_cached} cached blocks of the KV cache are "
+                f"not all {pool.num_blocks}: one has leaked, or is free twice"
+            )
+
     def schedule(self) -> StepPlan:
         """The next step. Its runs count as computed from now on: carry it out, then `update`, or else `abandon`."""
         plan = self._latest = StepPlan(preempted=self._returned, scrub=self._scrub)

@@ -1,7 +1,7 @@
 """Outputs of the engine become rows, dead letters, or another try; what that took is counted."""
 
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from pipeline.account import Totals
 from pipeline.outgoing import OutgoingRows
@@ -13,23 +13,26 @@ from schemas.inference import InferenceOutput
 
 
 class Answers:
-    """The pipeline's thread's."""
+    """The pipeline's thread's. `wall_clock` is what deadlines are compared with, and rows are dated by."""
 
-    def __init__(self, rows: RowBuilder, outgoing: OutgoingRows, totals: Totals) -> None:
+    def __init__(
+        self, rows: RowBuilder, outgoing: OutgoingRows, totals: Totals, wall_clock: Callable[[], datetime]
+    ) -> None:
         self._rows_of = rows
         self._outgoing = outgoing
         self._totals = totals
+        self._wall_clock = wall_clock
 
     def take(self, ended: Sequence[tuple[Work, InferenceOutput]], now: float) -> list[Work]:
         """Sends each on its way, and returns those that are to run again, prepared for that."""
         self._count(ended, now)
         rows: list[Row] = []
         again: list[Work] = []
-        answered_at = datetime.now(UTC)
+        answered_at = self._wall_clock()
         for work, output in ended:
             work.tries += 1
             answer = self._rows_of.read(work, output)
-            if answer.failure is not None and _runs_again(work, answer.failure):
+            if answer.failure is not None and _runs_again(work, answer.failure, answered_at):
                 again.append(work)
                 continue
             row = self._rows_of.answer_row(work, answer, output, now, answered_at)
@@ -53,10 +56,12 @@ class Answers:
         parts.engine_decode += sum([output.timing.decode_ms for _, output in ended]) / 1000
 
 
-def _runs_again(work: Work, failure: Failure) -> bool:
-    """Whether the table wants another try; prepares the work for it."""
-    if ACTIONS[failure.code] is Action.RETRY_ONCE and work.tries == 1 and not work.prepared.sampling.is_greedy:
-        identity = work.prepared.document.identity
-        work.prepared.seed = derived_seed(identity, attempt=work.tries)
-        return True
-    return False
+def _runs_again(work: Work, failure: Failure, answered_at: datetime) -> bool:
+    """Whether the table wants another try, and the deadline leaves time for it; prepares the work for that."""
+    if ACTIONS[failure.code] is not Action.RETRY_ONCE or work.tries > 1 or work.prepared.sampling.is_greedy:
+        return False
+    document = work.prepared.document
+    if document.message.deadline is not None and document.message.deadline <= answered_at:
+        return False
+    work.prepared.seed = derived_seed(document.identity, attempt=work.tries)
+    return True

@@ -50,7 +50,12 @@ class Arrivals:
         return {"looked_up": num_looked_up, "arrived": len(self._arrived)}
 
     def receive(self, timeout_seconds: float) -> None:
-        """Takes in what the source has, waiting for it at most so long, and what has been looked up meanwhile."""
+        """Takes in what the source has, waiting for it at most so long, and what has been looked up meanwhile.
+
+        Raises SinkError where looking up has failed.
+        """
+        if self._redeliveries is not None:
+            self._redeliveries.check()  # first: nothing is taken in that would then be in no queue
         documents = self._source.poll(POLL_DOCUMENTS, timeout_seconds)
         now = self._clock()
         if documents:

@@ -137,12 +137,15 @@ class Feed:
         return [work for document, arrived in group if (work := self._work_of(document, arrived)) is not None]
 
     def _may_start(self, work: Work) -> bool:
-        """False where the document has ended otherwise: handed back, or failed because its deadline has passed."""
+        """False where the document has ended otherwise: handed back, or failed because its deadline has passed.
+
+        A deadline is for the first start: what has run before runs again, as suspects do.
+        """
         document = work.prepared.document
         if not self._source.is_current(document.position):
             self._outgoing.hand_back([document.position])
             return False
-        if document.message.deadline is not None:
+        if document.message.deadline is not None and not work.tries:
             try:
                 self._prompts_now().require_time(document)
             except DocumentError as error:

@@ -11,6 +11,7 @@ is held in exactly one place at a time, and each place counts by itself, so that
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import structlog
 
@@ -44,7 +45,7 @@ class Flow:
     """Moves every document to its row. `turn` and `run` are one thread's; `request_drain` and what only reads are
     anybody's, and so is what the sink's threads call on `outgoing`.
 
-    Times are seconds of `clock`, which only ever grows.
+    Times are seconds of `clock`, which only ever grows; deadlines are `wall_clock`'s.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Flow:
         limits: FailureLimits | None = None,
         look_up: LookUp | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """Without `look_up` what may have been answered before is answered again."""
         self.totals = Totals()
@@ -89,7 +91,7 @@ class Flow:
         self._feed = Feed(
             source, engine, self._arrivals, self._isolation, self._window, self.outgoing, self._limits, clock
         )
-        self._answers = Answers(rows, self.outgoing, self.totals)
+        self._answers = Answers(rows, self.outgoing, self.totals, wall_clock)
         self.reconciliation = Reconciliation(source, self.totals, lambda: self.num_in_flight, clock)
 
     # ---- for other threads

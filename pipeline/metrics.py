@@ -127,6 +127,11 @@ def _engine(stats: EngineStats, restarts: int) -> Iterable[Metric]:
     yield CounterMetricFamily("pagemill_engine_restarts", "Engine processes started after a lost one", value=restarts)
     yield CounterMetricFamily("pagemill_engine_steps", "Steps of the present engine process", value=stats.num_steps)
     yield CounterMetricFamily("pagemill_engine_preemptions", "Requests sent back to wait", value=stats.num_preemptions)
+    yield CounterMetricFamily(
+        "pagemill_engine_recomputed_tokens",
+        "Tokens that were computed, lost when their request was sent back, and are computed again",
+        value=stats.num_recomputed_tokens,
+    )
     yield _by_label(
         CounterMetricFamily, "pagemill_engine_tokens", "Tokens of the present engine process", "kind",
         {

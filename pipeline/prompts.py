@@ -38,8 +38,8 @@ class CompiledTask:
     """A task made ready at start, so that what is wrong with it is told before anything is consumed."""
 
     __slots__ = (
-        "fingerprint", "known_fields", "label_token_ids", "name", "plain_sampling", "sampling", "system", "task",
-        "template",
+        "fingerprint", "known_fields", "label_token_ids", "longest_label", "name", "plain_sampling", "sampling",
+        "system", "task", "template",
     )  # fmt: skip
 
     def __init__(self, name: str, task: Task, environment: SandboxedEnvironment, tokenizer: PromptTokenizer) -> None:
@@ -67,6 +67,14 @@ class CompiledTask:
                 raise SettingsError(f"tasks.{name}.labels: {label!r} makes no token")
         if (inside := self.stop_token_inside_label(task.sampling.stop_token_ids)) is not None:
             raise SettingsError(f"tasks.{name}.sampling.{inside}")
+        # The tokens that spell any label to its end: one that begins another is ended by a token of its own.
+        self.longest_label = max(
+            (
+                len(token_ids) + any(other != label and other.startswith(label) for other in task.labels)
+                for label, token_ids in zip(task.labels, self.label_token_ids, strict=True)
+            ),
+            default=0,
+        )
         self.sampling = self.with_room_for_labels(task.sampling)
         self.plain_sampling = dataclasses.asdict(self.sampling)  # for receipts
         uses_chat = task.chat and tokenizer.has_chat_template
@@ -155,7 +163,7 @@ class PromptBuilder:
             raise _failure(FailureCode.EMPTY_PROMPT, "the prompt has no tokens")
         truncated = False
         # A prompt as long as the context leaves no room for an answer; it is legal where none is asked for.
-        if len(token_ids) + min(sampling.max_tokens, 1) > self._context:
+        if len(token_ids) + _shortest_answer(task, sampling) > self._context:
             token_ids = self._truncated(task, token_ids, sampling)
             truncated = True
         if sampling.max_tokens > self._context - len(token_ids):
@@ -270,9 +278,9 @@ class PromptBuilder:
     def _truncated(self, task: CompiledTask, token_ids: "array[int]", sampling: SamplingParams) -> "array[int]":
         """The prompt without its middle, or DocumentError where the task does not want that.
 
-        What remains is the context less the room for the answer (at most half of it), in equal parts from head and
-        tail: the system message and the instruction before the document, and the question after it, survive while
-        each is shorter than half of what remains.
+        What remains is the context less the room for the answer (at most half of it, unless a label takes more), in
+        equal parts from head and tail: the system message and the instruction before the document, and the question
+        after it, survive while each is shorter than half of what remains.
         """
         if task.task.overflow == "fail":
             raise _failure(
@@ -280,9 +288,20 @@ class PromptBuilder:
                 f"the prompt has {len(token_ids)} tokens and the context {self._context}, answer included; shorten it, "
                 'or set the task\'s overflow = "truncate_middle"',
             )
-        keep = self._context - min(sampling.max_tokens, self._context // 2)
+        shortest = _shortest_answer(task, sampling)
+        keep = self._context - max(shortest, min(sampling.max_tokens, self._context // 2))
+        if keep < 1:
+            raise _failure(
+                FailureCode.PROMPT_TOO_LONG,
+                f"an answer takes {shortest} tokens, which leaves a prompt nothing of the context of {self._context}",
+            )
         head = (keep + 1) // 2
         return token_ids[:head] + token_ids[len(token_ids) - (keep - head) :]
+
+
+def _shortest_answer(task: CompiledTask, sampling: SamplingParams) -> int:
+    """The tokens that a prompt must leave room for: any label, or one where an answer is asked for at all."""
+    return task.longest_label or min(sampling.max_tokens, 1)
 
 
 def derived_seed(identity: Identity, attempt: int = 0) -> int:

@@ -56,11 +56,17 @@ class Redeliveries:
         self._asked: deque[AnyDocument] = deque()
         self._closing = False
         self._answered: deque[tuple[AnyDocument, Verdict | None]] = deque()  # None: there is no row
+        self._error: SinkError | None = None
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
         """Documents that are held."""
         return len(self._held)
+
+    def check(self) -> None:
+        """Raises what ended the look-up's thread, unless that is the sink's to say: what is held would never go on."""
+        if self._error is not None:
+            raise self._error
 
     def sift(self, documents: Sequence[AnyDocument]) -> list[AnyDocument]:
         """Those that nobody can have worked on before; the others are held."""
@@ -131,6 +137,16 @@ class Redeliveries:
     # The look-up's thread.
 
     def _run(self) -> None:
+        try:
+            self._look_up_all()
+        except (SinkError, TemporaryRefusal):
+            return  # the sink has stopped and says why, or we are ending: what is held is handed back
+        except Exception as error:  # a bug, or a reply that is none
+            logger.exception("look-up failed")
+            self._error = SinkError(f"looking stored rows up failed: {type(error).__name__}: {error}")
+
+    def _look_up_all(self) -> None:
+        """Until the end. Raises what the look-up raises."""
         while True:
             with self._has_work:
                 self._has_work.wait_for(lambda: self._asked or self._closing)
@@ -138,15 +154,13 @@ class Redeliveries:
                     return
                 documents = [self._asked.popleft() for _ in range(min(LOOK_UP_ROWS, len(self._asked)))]
             addresses = [self._rows.address(document) for document in documents]
-            try:
-                found = self._look_up([(index, row_id) for index, row_id, _ in addresses])
-            except (SinkError, TemporaryRefusal):
-                return  # the sink has stopped and says why, or we are ending: what is held is handed back
+            found = self._look_up([(index, row_id) for index, row_id, _ in addresses])
             num_done = 0
             for document, (_, _, version), row in zip(documents, addresses, found, strict=True):
                 verdict = None
                 if row is not None and row.version >= version:
-                    verdict = Verdict.ALREADY_DONE if row.comes_from(document.source) else Verdict.SUPERSEDED
+                    is_ours = row.version == version and row.comes_from(document.source)  # a replay's is higher
+                    verdict = Verdict.ALREADY_DONE if is_ours else Verdict.SUPERSEDED
                     num_done += 1
                 self._answered.append((document, verdict))
             if num_done:

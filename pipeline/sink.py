@@ -307,7 +307,11 @@ class ElasticsearchSink:
             with self._lock:
                 num_sent = self._window.fit(len(row.body) for row in rows)
             started = self._clock()
-            outcome = bulk.write(rows[:num_sent])
+            try:
+                outcome = bulk.write(rows[:num_sent])
+            except Exception:  # no outcome to learn from; and a probe that is not told of would be the last one
+                self._breaker.failed()
+                raise
             self._learn(outcome, self._clock() - started)
         rows[:num_sent] = []
         rows.extend(outcome.refused)

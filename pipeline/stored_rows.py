@@ -8,7 +8,6 @@ from elasticsearch import Elasticsearch
 
 from pipeline.breaker import CircuitBreaker
 from pipeline.retry import (
-    TemporaryRefusal,
     Verdict,
     call_until_taken,
     errors_judged,
@@ -66,7 +65,7 @@ def look_up_patiently(
         breaker.permit()
         try:
             found = look_up(client, wanted)
-        except TemporaryRefusal:
+        except Exception:  # whatever it is: a probe that is not told of would be the last one
             breaker.failed()
             raise
         breaker.succeeded()
@@ -95,9 +94,9 @@ def _stored_row(entry: dict[str, object]) -> StoredRow | None:
     match entry:
         case {
             "_version": int(version),
-            "_source": {"source": {"topic": topic, "partition": partition, "offset": at}, **others},
+            "_source": {"source": {"topic": str(topic), "partition": int(partition), "offset": int(at)}, **others},
         }:
-            return StoredRow(version, str(topic), int(partition), int(at), others.get("status") == "answered")
+            return StoredRow(version, topic, partition, at, others.get("status") == "answered")
         case {"_version": int(version)}:  # somebody else's row in our place: it answers no record of ours
             return StoredRow(version, "", -1, -1)
     raise AssertionError(f"found, and without a version: {entry}")

@@ -113,6 +113,8 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return self._num_waiting > 0 or bool(self._aborted)
 
+    def check_idle(self) -> None: ...
+
     def step(self) -> list[InferenceOutput]:
         started = time.perf_counter()
         outputs, self._aborted = self._aborted, []

@@ -69,6 +69,9 @@ class RecordingEngine:
     def has_unfinished(self) -> bool:
         return self._engine.has_unfinished()
 
+    def check_idle(self) -> None:
+        self._engine.check_idle()
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 

@@ -166,6 +166,13 @@ def test_a_rejected_message_keeps_whatever_identity_can_be_read() -> None:
     assert (surrogate.identity, surrogate.metadata) == (Identity("j", "default", "documents/3/17"), None)
 
 
+def test_a_message_that_names_no_job_is_of_the_default_one_accepted_or_not_whatever_its_header_says() -> None:
+    header = (("pagemill-job", b"h"),)
+    assert decode({"id": "a", "prompt": "x"}, headers=header).identity == Identity("default", "default", "a")
+    assert rejection({"id": "a", "oops": 1}, headers=header).identity == Identity("default", "default", "a")
+    assert rejection(b"[]", headers=header).identity.job == rejection(b"{", headers=header).identity.job == "h"
+
+
 def test_a_task_that_no_settings_could_have_is_an_unknown_task_under_the_default_name() -> None:
     rejected = rejection({"id": "a", "task": "a:b", "prompt": "x"})
     assert rejected.failure.code is FailureCode.UNKNOWN_TASK

@@ -29,7 +29,6 @@ def test_a_label_that_begins_another_ends_by_eos() -> None:
     labels = sets().get(((1,), (6,)))  # y, yes
     state = LabelState(labels, (1,))
     assert state.label_id is None
-    assert state.spelled_label_id == 0
     assert state.allowed() == (EOS, 2, 5)
     assert LabelState(labels, (1, EOS)).label_id == 0
     assert LabelState(labels, (1, 2, 3)).label_id == 1
@@ -38,7 +37,6 @@ def test_a_label_that_begins_another_ends_by_eos() -> None:
 def test_half_a_label_is_no_label() -> None:
     state = LabelState(sets().get(((6,), (7,))), (4,))
     assert state.label_id is None
-    assert state.spelled_label_id is None
 
 
 def test_without_the_tokens_bytes_only_the_given_cut_is_allowed() -> None:

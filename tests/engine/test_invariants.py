@@ -156,6 +156,8 @@ def run(
         assert not runner.plans or runner.plans[-1].num_tokens <= setup.max_tokens_per_step
         assert scheduler.num_running <= setup.max_running
         check_accounts(scheduler)
+        if not engine.has_unfinished():
+            engine.check_idle()
         step += 1
         yield outputs, scheduler, runner
 

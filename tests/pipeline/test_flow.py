@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from pipeline.rows import Row, RowBuilder
 from pipeline.sink import RejectedRow
 from pipeline.stored_rows import StoredRow
 from pipeline.supervisor import EngineSupervisor
-from schemas.document import DocumentResult, SourcePosition, Suspicion
+from schemas.document import Document, DocumentResult, SourcePosition, Suspicion
 from schemas.errors import (
     AccountError,
     EngineError,
@@ -51,6 +52,8 @@ TASKS = {
     "kind": Task(kind="classify", labels=("good", "bad"), template="{{ text }}"),
     "json": Task(template="{{ text }}", output_schema={"type": "object"}),
 }
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SOON, LATER = NOW + timedelta(seconds=5), NOW + timedelta(seconds=60)
 ENGINE = EngineSettings(kv_cache_tokens=4096, num_threads=1)
 
 
@@ -107,6 +110,7 @@ class Bench:
         look_up: LookUp | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.now = NOW  # of the wall
         self.source = source
         self.sink = MemorySink()
         self.started: list[EngineClient] = []
@@ -117,7 +121,7 @@ class Bench:
             source,
             self.sink,
             EngineSupervisor(self._start, restarts, backoff_seconds=0.0),
-            lambda info: PromptBuilder(tasks, ByteTokenizer(), info),
+            lambda info: PromptBuilder(tasks, ByteTokenizer(), info, clock=lambda: self.now),
             RowBuilder(tasks, WorkerIdentity("worker", "model"), "tokenizer", receipts=True),
             max_running=8,
             max_tokens_per_step=64,
@@ -125,6 +129,7 @@ class Bench:
             limits=limits,
             look_up=look_up,
             clock=clock,
+            wall_clock=lambda: self.now,
         )
         self.sink.acknowledged = self.flow.outgoing.acknowledged
         self.sink.rejected = self.flow.outgoing.rejected
@@ -788,11 +793,60 @@ def test_documents_that_share_a_prefix_reach_the_engine_side_by_side(make_stage:
 
 
 def test_a_deadline_that_passes_while_waiting_fails_instead_of_starting(make_stage: MakeStage) -> None:
-    far = make_document(0, deadline="2100-01-01T00:00:00Z")
-    past = make_document(1, deadline="2000-01-01T00:00:00Z")
-    stage = make_stage(MemorySource([far, past]))
-    stage.run()
-    assert {name: row.status for name, row in stage.sink.rows.items()} == {"d0": "answered", "d1": "failed"}
+    source = MemorySource([make_document(0)])
+    stage = make_stage(source)
+    stage.sink.has_room = False
+    stage.flow.open_engine()
+    while not stage.flow.held()["rows"]:
+        stage.flow.turn()
+    source.add([make_document(1, deadline=SOON.isoformat()), make_document(2, deadline=LATER.isoformat())])
+    while stage.flow.held()["batcher"] < 2:
+        stage.flow.turn()
+    stage.now = SOON
+    stage.sink.has_room = True
+    stage.flow.run(until_drained=True)
+    assert {name: row.status for name, row in stage.sink.rows.items()} == {
+        "d0": "answered", "d1": "failed", "d2": "answered",
+    }  # fmt: skip
+    assert [failure.code for _, failure in source.dead_letters] == [FailureCode.DEADLINE_PASSED]
+
+
+def invalid_until(deadline: datetime) -> Document:
+    """Whose output is no JSON, and may be tried again."""
+    keys: dict[str, Any] = {"task": "json", "fields": {"text": "x"}, "sampling": {"temperature": 1.0}}
+    return make_document(deadline=deadline.isoformat(), **keys)
+
+
+def test_no_second_try_is_made_once_the_deadline_has_passed_and_the_first_text_is_kept(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([invalid_until(SOON)]))
+    stage.flow.open_engine()
+    [engine] = stage.started
+    poll = engine.poll
+
+    def poll_for_long(timeout_seconds: float) -> list[InferenceOutput]:
+        if outputs := poll(timeout_seconds):
+            stage.now = SOON
+        return outputs
+
+    engine.poll = poll_for_long  # type: ignore[method-assign]
+    stage.flow.run(until_drained=True)
+    row = stage.sink.rows["d0"]
+    assert row.failure is not None
+    assert (row.failure.code, row.attempts, stage.flow.totals.retries) == (FailureCode.INVALID_OUTPUT, 1, 0)
+    assert row.text is not None
+
+
+def test_a_second_try_that_waits_is_made_though_the_deadline_passes_meanwhile(make_stage: MakeStage) -> None:
+    stage = make_stage(MemorySource([invalid_until(SOON)]))
+    stage.flow.open_engine()
+    while not stage.flow.totals.retries:
+        stage.flow.turn()
+    stage.now = SOON
+    stage.flow.run(until_drained=True)
+    row = stage.sink.rows["d0"]
+    assert row.failure is not None
+    assert (row.failure.code, row.attempts) == (FailureCode.INVALID_OUTPUT, 2)
+    assert row.text is not None
 
 
 def test_time_and_tokens_are_counted(make_stage: MakeStage) -> None:
@@ -936,6 +990,22 @@ def test_while_elasticsearch_is_away_what_may_have_a_row_is_held_and_a_drain_han
     stage.flow.run()
     is_back.set()
     assert stage.flow.totals.account.handed_back == 10
+    assert sorted(source.handed_back) == list(range(10))
+    assert stage.balance() == (0, 0)
+
+
+def test_a_look_up_that_fails_by_a_bug_stops_the_worker_and_what_was_held_is_handed_back(
+    make_stage: MakeStage,
+) -> None:
+    source = MemorySource([make_document(offset) for offset in range(10)])
+
+    def look_up(wanted: Sequence[tuple[str | None, str]]) -> list[StoredRow | None]:
+        return []
+
+    stage = make_stage(source, look_up=look_up)
+    with pytest.raises(SinkError, match="looking stored rows up failed: ValueError"):
+        stage.run()
+    stage.flow.give_up()
     assert sorted(source.handed_back) == list(range(10))
     assert stage.balance() == (0, 0)
 

@@ -38,7 +38,7 @@ def moved() -> Readings:
     engine = EngineStats(
         num_steps=31, num_waiting=32, num_running=33, num_prompt_tokens=34, num_cached_tokens=35,
         num_sampled_tokens=36, num_computed_tokens=37, num_preemptions=38, num_blocks=300, num_free_blocks=39,
-        num_cached_blocks=40, step_seconds={"forward": 41.5},
+        num_cached_blocks=40, step_seconds={"forward": 41.5}, num_recomputed_tokens=42,
     )  # fmt: skip
     sink = SinkStats(
         num_bulks=51, num_retries=52, num_bytes=53, num_stored=54, num_already_done=55, num_superseded=56,
@@ -64,6 +64,7 @@ def test_the_names_that_dashboards_rely_on() -> None:
     assert after["pagemill_account_imbalance{count=queues}"] == 1000 - 21 - 141
     assert after["pagemill_account_imbalance{count=source}"] == 12
     assert after["pagemill_source_paused"] == 1
+    assert after["pagemill_engine_recomputed_tokens_total"] == 42
     assert after["pagemill_engine_step_seconds_total{part=forward}"] == 41.5
     assert after["pagemill_engine_start_seconds{part=weights}"] == 74.5
     assert after["pagemill_ready{part=engine}"] == 1

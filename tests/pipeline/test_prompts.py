@@ -232,6 +232,39 @@ def test_labels_become_token_ids_and_have_room_whatever_max_tokens_says() -> Non
     assert prepared.sampling.max_tokens == 5
 
 
+@pytest.mark.parametrize(
+    ("labels", "longest"), [(("positive", "negative"), 8), (("pos", "positive"), 8), (("yes", "yes!"), 4)]
+)
+def test_a_prompt_leaves_room_for_every_label_to_its_end(labels: tuple[str, ...], longest: int) -> None:
+    def tasks(overflow: Any) -> dict[str, Task]:
+        return {"t": Task(kind="classify", labels=labels, template="{{ text }}", chat=False, overflow=overflow)}
+
+    context = 40
+    for num_tokens in (context - longest - 1, context - longest):
+        keys: dict[str, Any] = {"task": "t", "prompt": "x" * num_tokens, "sampling": {"max_tokens": 1}}
+        for overflow in ("fail", "truncate_middle"):
+            prepared = prepare(tasks(overflow), context, **keys)
+            assert (len(prepared.token_ids), prepared.truncated) == (num_tokens, False)
+            assert prepared.sampling.max_tokens >= longest
+    keys["prompt"] = "x" * (context - longest + 1)
+    assert fails(tasks("fail"), context, **keys)[0] is FailureCode.PROMPT_TOO_LONG
+    prepared = prepare(tasks("truncate_middle"), context, **keys)
+    assert prepared.truncated
+    assert len(prepared.token_ids) + longest <= context
+    assert prepared.sampling.max_tokens >= longest
+
+
+def test_a_truncated_prompt_leaves_room_for_a_label_of_more_than_half_the_context() -> None:
+    labels = ("positive", "negative")
+    tasks = {"t": Task(kind="classify", labels=labels, template="{{ text }}", overflow="truncate_middle")}
+    prepared = prepare(tasks, max_model_len=12, task="t", prompt="abcdefghij")
+    assert (shown(prepared.token_ids), prepared.sampling.max_tokens, prepared.truncated) == ("abij", 8, True)
+    assert fails(tasks, max_model_len=8, task="t", prompt="abcdefghij") == (
+        FailureCode.PROMPT_TOO_LONG,
+        "an answer takes 8 tokens, which leaves a prompt nothing of the context of 8",
+    )
+
+
 def test_the_seed_is_the_documents_own_in_every_run() -> None:
     identity = Identity("default", "default", "d7")
     assert prepare(offset=7).seed == prepare(offset=7, partition=3, epoch=9).seed == derived_seed(identity)

@@ -81,15 +81,16 @@ def documents(*offsets: int) -> list[AnyDocument]:
 
 
 def test_of_a_redelivered_range_only_what_has_no_row_is_computed(make: Make) -> None:
-    _, index, redeliveries = make(started=6)
+    _, index, redeliveries = make(started=7)
     index.store(1)
     index.store(3, version=1)  # an older delivery's: ours is newer
     index.store(4, version=2**60, of_offset=9)
     index.store(5)
-    assert redeliveries.sift(documents(0, 1, 2, 3, 4, 5)) == []
+    index.store(6, version=row_version(1006, 6, 1))  # a replay's, of this very record
+    assert redeliveries.sift(documents(0, 1, 2, 3, 4, 5, 6)) == []
     assert answers(redeliveries) == (
         [0, 2, 3],
-        [(1, Verdict.ALREADY_DONE), (4, Verdict.SUPERSEDED), (5, Verdict.ALREADY_DONE)],
+        [(1, Verdict.ALREADY_DONE), (4, Verdict.SUPERSEDED), (5, Verdict.ALREADY_DONE), (6, Verdict.SUPERSEDED)],
     )
     assert len(index.asked) == 1
 
@@ -130,6 +131,16 @@ def test_a_new_epoch_is_searched_anew_and_the_old_ones_documents_are_handed_back
     assert len(redeliveries) == 0
     assert redeliveries.sift([make_document(0, epoch=2)]) == []
     assert [position.epoch for position in redeliveries.give_up()] == [2]
+
+
+def test_a_look_up_that_fails_in_a_way_nobody_thought_of_is_told(make: Make) -> None:
+    _, index, redeliveries = make()
+    index.error = KeyError("docs")
+    redeliveries.check()
+    redeliveries.sift(documents(0, 1))
+    wait_until(lambda: redeliveries._error is not None, "the thread has ended")
+    with pytest.raises(SinkError, match="looking stored rows up failed: KeyError: 'docs'"):
+        redeliveries.check()
 
 
 def test_an_answer_about_what_was_handed_back_meanwhile_is_none(make: Make) -> None:

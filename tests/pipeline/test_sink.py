@@ -115,6 +115,17 @@ def test_refused_rows_stay_counted_until_they_are_stored() -> None:
     assert stats.breaker is BreakerState.CLOSED
 
 
+def test_a_probe_that_fails_by_a_bug_stops_the_sink_and_is_not_the_last() -> None:
+    server = FakeElasticsearch()
+    server.on_bulk.extend([api_error(503), KeyError("items")])
+    settings: dict[str, Any] = {"breaker_failures": 1, "num_writers": 1, "max_backoff_seconds": 0.02}
+    with open_sink("results", client=server.as_client(), **settings) as (sink, _):
+        sink.put(row(0), 0, position(0))
+        with pytest.raises(SinkError, match="writer failed: KeyError: 'items'"):
+            sink.drain(DRAIN_SECONDS)
+        assert sink.stats().num_breaker_openings == 2
+
+
 def test_the_counters_tell_the_verdicts_apart() -> None:
     server = FakeElasticsearch()
     settings: dict[str, Any] = {"num_writers": 1, "flush_seconds": 3600.0}

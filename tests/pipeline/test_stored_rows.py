@@ -1,15 +1,19 @@
 """Looking stored rows up, on an Elasticsearch in memory and on a real node."""
 
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from elastic_transport import ConnectionError as NodeConnectionError
 from elasticsearch import Elasticsearch
 
+from pipeline.breaker import BreakerState, CircuitBreaker
 from pipeline.retry import NodeUnreachable
-from pipeline.stored_rows import LOOK_UP_ROWS, StoredRow, look_up
+from pipeline.stored_rows import LOOK_UP_ROWS, StoredRow, look_up, look_up_patiently
 from schemas.errors import SinkError
 from tests.fake_elasticsearch import FakeElasticsearch, api_error
+from tests.fakes import FakeClock
 from tests.pipeline.rows import position, row
 from tests.pipeline.sinks import DRAIN_SECONDS, open_sink
 from tests.servers.elasticsearch_node import ElasticsearchNode
@@ -46,9 +50,20 @@ def test_a_row_comes_from_its_record_whatever_the_epoch_and_from_no_other() -> N
     assert not stored.comes_from(position(7, partition=1))
 
 
-def test_a_row_that_is_not_ours_comes_from_no_record_of_ours() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"text": "somebody else's"},
+        {"source": None},
+        {"source": {"topic": "documents"}},
+        {"source": {"topic": "documents", "partition": None, "offset": 0}},
+        {"source": {"topic": "documents", "partition": 0, "offset": "first"}},
+        {"source": {"topic": None, "partition": 0, "offset": 0}},
+    ],
+)
+def test_a_row_that_is_not_ours_comes_from_no_record_of_ours(source: dict[str, Any]) -> None:
     server = FakeElasticsearch()
-    server.stored["id"] = (9, {"text": "somebody else's"})
+    server.stored["id"] = (9, source)
     [stored] = look_up(server.as_client(), [("results", "id")])
     assert stored is not None
     assert stored.version == 9
@@ -62,6 +77,27 @@ def test_what_may_pass_and_what_stops_are_told_apart() -> None:
         look_up(server.as_client(), [("results", "id")])
     with pytest.raises(SinkError, match="check the credentials"):
         look_up(server.as_client(), [("results", "id")])
+
+
+@pytest.mark.parametrize(
+    "unexpected", [KeyError("docs"), api_error(401, "security_exception"), NodeConnectionError("reset")]
+)
+def test_a_probe_that_fails_in_whatever_way_is_not_the_last(unexpected: Exception) -> None:
+    clock = FakeClock()
+    breaker = CircuitBreaker(num_failures=1, max_open_seconds=1.0, clock=clock)
+    breaker.failed()
+    clock.advance(1.0)
+    server, ending = FakeElasticsearch(), threading.Event()
+    server.on_mget.append(unexpected)
+    ending.set()  # nothing is waited for
+    with pytest.raises((KeyError, SinkError, NodeUnreachable)):
+        look_up_patiently(
+            server.as_client(), [("results", "id")], breaker,
+            stop=ending, max_backoff_seconds=1.0, on_retry=lambda error, seconds: None,
+        )  # fmt: skip
+    clock.advance(1.0)
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.permit()
 
 
 @pytest.mark.real_servers
