@@ -74,7 +74,7 @@ def _check_address(address: str) -> None:
         [(host, port, _)] = collect_hosts([address])  # as the clients will read it
     except ValueError:
         host, port = "", 0
-    if not host or not 1 <= port <= 65535:
+    if not host or set(host) & set(", /") or not 1 <= port <= 65535:
         raise SettingsError(
             f"kafka.bootstrap_servers holds {address!r}; write it with host and port, such as broker-1:9092 or "
             "[::1]:9092"
@@ -108,6 +108,18 @@ def check_connection(
                 logger.warning("no Kafka broker is there yet; waiting for one", extra=extra)
                 is_told = True
         sleep(_RETRY_SECONDS)
+
+
+def keep_refreshing(cluster: Any) -> None:
+    """Begins a client's asking for the topics' state anew where it has ended. To be called now and then.
+
+    kafka-python 3.0.12 ends it for good with an error of a connection that comes as it is, as where TLS begins. Behind
+    a broker's death such a consumer read nothing more, having missed who leads since, and such a producer sent nothing.
+    """
+    asking = cluster._refresh_loop_future
+    if asking is not None and asking.is_done and not cluster.closed:
+        cluster._refresh_loop_future = None
+        cluster.start_refresh_loop()
 
 
 def address_of(broker: Any) -> str:

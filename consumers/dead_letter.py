@@ -19,7 +19,7 @@ from typing import Any
 from kafka import KafkaProducer
 from kafka.errors import KafkaError, MessageSizeTooLargeError
 
-from consumers.connection import client_options
+from consumers.connection import client_options, keep_refreshing
 from consumers.replay import CODE_HEADER, HEADER_PREFIX, first_delivery, replay_headers
 from consumers.topics import max_message_bytes
 from schemas.document import RawMessage, SourcePosition
@@ -169,6 +169,7 @@ class DeadLetterWriter:
 
     def _run(self) -> None:
         while True:
+            keep_refreshing(self._producer._metadata)
             while not self._refused.empty():
                 self._wait_for_its_turn(self._refused.get())
             if self._waiting and self._waiting[0][0] <= time.monotonic() and not self._closing.is_set():

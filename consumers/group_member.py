@@ -23,7 +23,7 @@ from kafka.errors import (
 )
 from kafka.structs import MemberState
 
-from consumers.connection import address_of, check_connection, client_options
+from consumers.connection import address_of, check_connection, client_options, keep_refreshing
 from consumers.group_commits import GroupCommits
 from consumers.offsets import OffsetTracker, Partition
 from consumers.stall import STALL_SECONDS, StallWatch
@@ -72,6 +72,7 @@ class GroupMember:
         Raises SourceError where the client cannot be made.
         """
         settings = self._settings
+        self._member_id, self._revoking = "", set()
         self._stall = StallWatch(self._clock, STALL_SECONDS)
         is_cooperative = settings.assignor == "cooperative-sticky"
         try:
@@ -135,7 +136,8 @@ class GroupMember:
             return []
         except Exception as error:
             raise self._unreadable(error) from error
-        self._forget_if_expelled()
+        if self._forget_if_expelled():
+            return []  # of partitions that are no longer ours
         self._check_fenced()
         self._keep_alive()
         self._check_topic_ids()
@@ -167,6 +169,7 @@ class GroupMember:
         That work has begun at all is told at once, and so is what runs alone: a worker that dies before it has told so
         would be forgotten. Where earlier ones died, all is told at once.
         """
+        self._forget_if_expelled()
         if self._commits.is_due():
             self._pass_transaction_ends()
             self._commits.send(self._tracker.commits())
@@ -280,19 +283,26 @@ class GroupMember:
             logger.info("partition assigned", extra=extra)
         return elsewhere
 
-    def _forget_if_expelled(self) -> None:
+    def _forget_if_expelled(self) -> bool:
         """Gives everything up where the group knows us under another name than before: others may own it already.
-        kafka-python 3.0.12 calls `on_lost` for that, but not where it happens in the middle of a rebalance."""
+        kafka-python 3.0.12 calls `on_lost` for that, but not where it happens in the middle of a rebalance.
+
+        Whether there was something to give up.
+        """
         member_id = self._consumer._coordinator._generation.member_id
-        if member_id != self._member_id:
-            self._member_id = member_id
-            self.forget({*self._tracker.partitions, *self._revoking}, "expelled")
-            self._revoking = set()
+        if member_id == self._member_id:
+            return False
+        self._member_id = member_id
+        given_up = {*self._tracker.partitions, *self._revoking}
+        self.forget(given_up, "expelled")
+        self._revoking = set()
+        return bool(given_up)
 
     def _keep_alive(self) -> None:
         """A join that outlasts one poll is forgotten by kafka-python 3.0.12 where new metadata had caused it: the
         member then heartbeats for ever and reads nothing. Asking again is harmless; a join under way is kept. And its
         heartbeats end for good with an error of a connection that comes as it is."""
+        keep_refreshing(self._consumer._cluster)
         if self.is_stable:
             self._consumer._coordinator._maybe_start_heartbeat_loop()
         else:

@@ -204,7 +204,7 @@ class KafkaSource:
             mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
             self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
-            decoded = [self._decode(raw, limit) for raw in in_flight]  # of 1,000 strange messages this takes a minute
+            decoded = [self._decode(raw, limit) for raw in in_flight]  # of 1,000 large and strange messages: a minute
             with self._arrived:
                 self._undecoded, self._withheld = (), self._withheld + decoded
         self._commit()

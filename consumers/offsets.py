@@ -217,7 +217,8 @@ class PartitionTracker:
         """The broker has stored it."""
         self._committed_change = max(self._committed_change, commit.change)
         self._told_base = max(self._told_base, commit.offset)
-        self._told_started = max(self._told_started, commit.progress.started)
+        if not commit.progress.is_clean:  # which says of nothing that it has begun
+            self._told_started = max(self._told_started, commit.progress.started)
 
     def _completed(self, base: int, next_offset: int) -> OffsetBitmap:
         """Complete beyond `base`: what is neither in flight nor handed back, and what is not yet read again."""

@@ -155,7 +155,7 @@ def serve(connection: WorkerConnection, engine: ServedEngine) -> None:
         elif outputs:
             connection.send(protocol.encode_outputs(outputs))
         if not engine.has_unfinished():
-            engine.check_idle()  # last: what it has answered has been sent, and nobody is suspected of its end
+            engine.check_idle()  # last: what it has answered has been sent, and is not suspected of its end
 
 
 def _carry_out(message: Message, engine: ServedEngine) -> None:

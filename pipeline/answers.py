@@ -13,7 +13,7 @@ from schemas.inference import InferenceOutput
 
 
 class Answers:
-    """The pipeline's thread's. `wall_clock` is what deadlines are compared with, and rows are dated by."""
+    """The pipeline's thread's. `wall_clock` is what second tries' deadlines are compared with."""
 
     def __init__(
         self, rows: RowBuilder, outgoing: OutgoingRows, totals: Totals, wall_clock: Callable[[], datetime]

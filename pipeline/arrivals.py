@@ -52,7 +52,7 @@ class Arrivals:
     def receive(self, timeout_seconds: float) -> None:
         """Takes in what the source has, waiting for it at most so long, and what has been looked up meanwhile.
 
-        Raises SinkError where looking up has failed.
+        Raises what looking up has failed with, where nobody foresaw that.
         """
         if self._redeliveries is not None:
             self._redeliveries.check()  # first: nothing is taken in that would then be in no queue

@@ -45,7 +45,7 @@ class Flow:
     """Moves every document to its row. `turn` and `run` are one thread's; `request_drain` and what only reads are
     anybody's, and so is what the sink's threads call on `outgoing`.
 
-    Times are seconds of `clock`, which only ever grows; deadlines are `wall_clock`'s.
+    Times are seconds of `clock`, which only ever grows; a second try's deadline is `wall_clock`'s.
     """
 
     def __init__(

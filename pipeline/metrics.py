@@ -129,7 +129,7 @@ def _engine(stats: EngineStats, restarts: int) -> Iterable[Metric]:
     yield CounterMetricFamily("pagemill_engine_preemptions", "Requests sent back to wait", value=stats.num_preemptions)
     yield CounterMetricFamily(
         "pagemill_engine_recomputed_tokens",
-        "Tokens that were computed, lost when their request was sent back, and are computed again",
+        "Computed tokens of requests that were sent back: computed again but for what the prefix cache still has",
         value=stats.num_recomputed_tokens,
     )
     yield _by_label(

@@ -67,7 +67,7 @@ class CompiledTask:
                 raise SettingsError(f"tasks.{name}.labels: {label!r} makes no token")
         if (inside := self.stop_token_inside_label(task.sampling.stop_token_ids)) is not None:
             raise SettingsError(f"tasks.{name}.sampling.{inside}")
-        # The tokens that spell any label to its end: one that begins another is ended by a token of its own.
+        # Of the tokenizer's own cut; and one that begins another is ended by a token of its own.
         self.longest_label = max(
             (
                 len(token_ids) + any(other != label and other.startswith(label) for other in task.labels)

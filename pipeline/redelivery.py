@@ -56,7 +56,7 @@ class Redeliveries:
         self._asked: deque[AnyDocument] = deque()
         self._closing = False
         self._answered: deque[tuple[AnyDocument, Verdict | None]] = deque()  # None: there is no row
-        self._error: SinkError | None = None
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -142,8 +142,7 @@ class Redeliveries:
         except (SinkError, TemporaryRefusal):
             return  # the sink has stopped and says why, or we are ending: what is held is handed back
         except Exception as error:  # a bug, or a reply that is none
-            logger.exception("look-up failed")
-            self._error = SinkError(f"looking stored rows up failed: {type(error).__name__}: {error}")
+            self._error = error
 
     def _look_up_all(self) -> None:
         """Until the end. Raises what the look-up raises."""

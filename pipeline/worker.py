@@ -157,7 +157,7 @@ class Worker:
             flow.close()
             flow.hand_back_storing()
             if stopped_by is None or isinstance(stopped_by, PagemillError):
-                flow.reconciliation.close()  # what fails otherwise has documents in its hands, in no queue
+                flow.reconciliation.close()  # otherwise what failed may hold documents, of which no queue knows
             summary = RunSummary(flow.totals, flow.engine_stats, flow.num_in_flight)
         logger.info("worker ended", **summary.event())
         if stopped_by is not None:
@@ -176,21 +176,23 @@ class Worker:
             # ModelError and SettingsError: of an engine that was started again.
             if isinstance(error, EngineError):
                 source.expect_no_clean_end()
-            return self._end_flow(flow, error)
+            return self._end_flow(flow, source, error)
         except (
             Exception
         ) as error:  # a bug, or no memory: a document may be behind it, and would end the next worker too
             logger.exception("the pipeline failed")
             source.expect_no_clean_end()
-            return self._end_flow(flow, error)
+            return self._end_flow(flow, source, error)
         return None
 
-    def _end_flow(self, flow: Flow, error: Exception) -> Exception:
+    def _end_flow(self, flow: Flow, source: Source, error: Exception) -> Exception:
         """Drains as after a signal, where that still goes. `error` is why."""
         try:
             flow.request_drain(self._settings.worker.grace_seconds)
             flow.run()
         except Exception as another:
+            if not isinstance(another, PagemillError):
+                source.expect_no_clean_end()
             flow.give_up()
             return _first(error, another)
         return error
@@ -391,7 +393,8 @@ def _first(error: Exception | None, another: Exception) -> Exception:
     """What stopped the worker; what went wrong behind that is but logged."""
     if error is None:
         return another
-    logger.error("stopping met another failure", reason=f"{type(another).__name__}: {another}")
+    has_traceback = None if isinstance(another, PagemillError) else another
+    logger.error("stopping met another failure", reason=f"{type(another).__name__}: {another}", exc_info=has_traceback)
     return error
 
 

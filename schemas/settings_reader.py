@@ -146,7 +146,8 @@ def _shown(path: tuple[int | str, ...], value: Any) -> str:
         return "***"
     if annotation is not None and _children(annotation) is not None:
         return f"of type {type(value).__name__}"  # it stands for a whole section, which may hold a password somewhere
-    return repr(_without_credentials(value))
+    is_address = annotation is None or any(path[: len(one)] == one for one in _ADDRESSES)
+    return repr(_without_credentials(value) if is_address else value)
 
 
 def _without_credentials(value: Any) -> Any:

@@ -34,6 +34,8 @@ KEPT = {
     888174: "two workers made the index at once, and one took the other's alias for an index",
     888185: "what a killed worker had completed was forgotten by the next owner, which read none of it",
     960025: "a row that the node rejected behind a worker's grace was neither failed nor handed back",
+    2100150: "a signal was swallowed by kafka-python while a worker started, which then went on",
+    3100013: "behind a broker's death the dead letters' producer waited for ever for what it no longer asked for",
     148: "a full disk under a worker's log ended the worker, and what it had in flight was computed again",
 }
 _AS_BEFORE = frozenset({888174, 888185})  # found while rounds had nothing of `_with_more`

@@ -37,6 +37,8 @@ def test_rounds_that_were_kept_by_their_seeds_are_still_the_same() -> None:
         888174: "cbbed40a08cbda03",
         888185: "c28756bc5947b0dd",
         960025: "70323017d87d589e",
+        2100150: "f3c0afaed49235fc",
+        3100013: "29b4b91a68102718",
         148: "8535e5057ffcdbe5",
     }
 

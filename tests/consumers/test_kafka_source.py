@@ -189,7 +189,7 @@ def test_above_the_mark_reading_pauses_and_the_member_stays_past_its_poll_interv
 def test_what_is_being_decoded_is_not_handed_out(
     kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a batch that takes half a minute to decode would unbalance the account."""
+    """Or a batch that takes a minute to decode would unbalance the account."""
     settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
     is_decoding, may_decode = threading.Event(), threading.Event()
 

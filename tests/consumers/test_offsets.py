@@ -178,6 +178,16 @@ def test_an_assignment_that_goes_on_behind_its_clean_end_must_be_told_before_mor
     assert tracker.may_begin(raw(1, epoch).position)
 
 
+def test_what_the_broker_heard_of_at_a_clean_end_alone_may_not_begin() -> None:
+    tracker = OffsetTracker()
+    epoch = tracker.assign(P0)
+    tracker.start([raw(0, epoch)])
+    tracker.acknowledge(tracker.commits(is_clean=True))
+    assert not tracker.may_begin(raw(0, epoch).position)
+    tracker.acknowledge(tracker.commits())
+    assert tracker.may_begin(raw(0, epoch).position)
+
+
 def test_each_owner_that_dies_with_work_raises_the_count_until_all_of_that_work_is_complete() -> None:
     progress = left(3, 3)
     for num_crashes in range(3):

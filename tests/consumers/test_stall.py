@@ -7,8 +7,9 @@ from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
 from consumers.stall import StallWatch
+from schemas.errors import Failure, FailureCode, Stage
 from tests.chaos.proxy import FaultProxy
-from tests.consumers.harness import BrokerView, kafka_settings, offsets_of, produce, prompts, running, wait_until
+from tests.consumers.harness import BrokerView, kafka_settings, offsets_of, produce, prompts, running, take, wait_until
 from tests.fakes import FakeClock
 from tests.servers.kafka_broker import KafkaBroker
 
@@ -99,3 +100,35 @@ def test_a_member_that_lost_its_partitions_does_not_claim_them_when_it_joins_aga
         source._member.on_lost([])
         claimed.append(assignor.metadata(settings.topics).owned_partitions)
     assert [len(claims) for claims in claimed] == [1, 0]
+
+
+@pytest.mark.real_servers
+def test_clients_whose_asking_for_the_topics_state_has_ended_ask_again(
+    kafka_broker: KafkaBroker, kafka_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    produce(kafka_broker.bootstrap_servers, settings.topics[0], prompts(1))
+
+    async def fail(node_id: object = None) -> None:
+        raise ConnectionResetError("as it comes")  # no KafkaError, which is all that kafka-python expects there
+
+    with running(settings) as source:
+        (document,) = take(source, 1)
+        clusters = (source._member._consumer._cluster, source._dead_letters._producer._metadata)
+        asked_at = [cluster._last_successful_refresh_ms for cluster in clusters]
+        with monkeypatch.context() as patched:
+            for cluster in clusters:
+                asking = cluster._refresh_loop_future
+                patched.setattr(cluster, "refresh_metadata", fail)
+                cluster.request_update()
+                wait_until(lambda asking=asking: asking.is_done, "it has ended")  # type: ignore[misc]
+        for cluster, at in zip(clusters, asked_at, strict=True):
+            cluster.request_update()
+            wait_until(
+                lambda cluster=cluster, at=at: cluster._last_successful_refresh_ms > at,  # type: ignore[misc]
+                "it has asked again",
+            )
+        acknowledged: list[bool] = []
+        failure = Failure(FailureCode.BAD_MESSAGE, Stage.DECODE, "bad")
+        source.dead_letter(document.position, "job", failure, lambda: acknowledged.append(True))
+        wait_until(lambda: bool(acknowledged), "the dead letter is written")

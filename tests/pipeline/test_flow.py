@@ -621,12 +621,12 @@ def test_what_came_before_a_loss_that_sending_finds_is_stored_too(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = MemorySource([make_document(0), make_document(1)])
-    stage = make_stage(source, {"die_after": 1, "requests_per_step": 1}, {})
+    stage = make_stage(source, {"die_after": 1, "requests_per_step": 1, "step_seconds": 0.2}, {})
     stage.flow.open_engine()
     with monkeypatch.context() as patched:
         patched.setattr(stage.flow._engine, "poll", lambda _: [])
-        stage.flow.turn()
-    assert stage.flow.held()["engine"] == 2
+        while stage.flow.held()["engine"] < 2:
+            stage.flow.turn()
     assert stage.started[0]._reaper is not None
     stage.started[0]._reaper.join(30.0)  # it has answered the first, and died
     source.add([make_document(2)])
@@ -1003,9 +1003,10 @@ def test_a_look_up_that_fails_by_a_bug_stops_the_worker_and_what_was_held_is_han
         return []
 
     stage = make_stage(source, look_up=look_up)
-    with pytest.raises(SinkError, match="looking stored rows up failed: ValueError"):
+    with pytest.raises(ValueError, match="zip"):
         stage.run()
-    stage.flow.give_up()
+    stage.flow.request_drain(10.0)
+    stage.flow.run()
     assert sorted(source.handed_back) == list(range(10))
     assert stage.balance() == (0, 0)
 
