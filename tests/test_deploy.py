@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.account import Totals
+from pipeline.metrics import Readings, WorkerMetrics
+from pipeline.sink_stats import SinkStats
+from schemas.inference import EngineStats
 from schemas.settings import require_addresses
 from schemas.settings_reader import load_settings
 
@@ -53,6 +57,18 @@ def test_the_servers_are_the_versions_that_the_tests_run() -> None:
     assert elasticsearch is not None
     assert images["kafka"] == f"apache/kafka:{kafka[1]}"
     assert images["elasticsearch"] == f"elasticsearch:{elasticsearch[1]}"
+
+
+def test_alerts_are_over_metrics_that_a_worker_exports_and_an_imbalance_is_one() -> None:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    expressions = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    with_values = Readings({"engine": None}, Totals(), {"engine": 0}, 0, EngineStats(), SinkStats(), 0, False, {})
+    exported = set(re.findall(r"^(pagemill_\w+)", WorkerMetrics(lambda: with_values).text().decode(), re.MULTILINE))
+    for expression in expressions.values():
+        names = set(re.findall(r"pagemill_\w+", expression))
+        assert names
+        assert names <= exported
+    assert expressions["PagemillAccountDoesNotBalance"] == 'pagemill_account_imbalance{count="source"} != 0'
 
 
 def _services() -> dict[str, dict[str, str]]:
