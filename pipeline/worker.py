@@ -177,9 +177,8 @@ class Worker:
             if isinstance(error, EngineError):
                 source.expect_no_clean_end()
             return self._end_flow(flow, source, error)
-        except (
-            Exception
-        ) as error:  # a bug, or no memory: a document may be behind it, and would end the next worker too
+        except Exception as error:
+            # A bug, or no memory: a document may be behind it, and would end the next worker too.
             logger.exception("the pipeline failed")
             source.expect_no_clean_end()
             return self._end_flow(flow, source, error)
