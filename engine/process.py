@@ -71,10 +71,13 @@ class WorkerConnection:
         threading.Thread(target=self._receive, name="engine-socket", daemon=True).start()
 
     def send(self, *messages: Message) -> None:
-        """Blocks while the worker does not read; it then has more than it can take."""
+        """Blocks while the worker does not read; it then has more than it can take. Ends the process if it is gone."""
         frames = b"".join([protocol.encode_frame(message) for message in messages])
         with self._send_lock:
-            self._sock.sendall(frames)
+            try:
+                self._sock.sendall(frames)
+            except ConnectionError:
+                _leave()
 
     def receive(self, wait: bool) -> list[Message]:
         """What has come in; with `wait`, at least one message."""
@@ -107,7 +110,7 @@ class WorkerConnection:
                 except ConnectionError:
                     received = b""
                 if not received:
-                    os._exit(0)  # the worker is gone: nobody wants what the step computes
+                    _leave()
                 try:
                     for payload in reader.feed(received):
                         self._inbox.put(payload)
@@ -130,9 +133,14 @@ class WorkerConnection:
                 age = 0.0 if started is None else time.monotonic() - started
                 self._sock.sendall(protocol.encode_frame((MessageKind.HEARTBEAT, age)))
         except OSError:
-            os._exit(0)
+            _leave()
         finally:
             self._send_lock.release()
+
+
+def _leave() -> NoReturn:
+    """The worker is gone, as whoever sees it first says: nobody wants what the step computes, nor a word of why."""
+    os._exit(0)
 
 
 def serve(connection: WorkerConnection, engine: ServedEngine) -> None:

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +67,22 @@ def test_a_full_disk_under_standard_error_does_not_keep_the_worker_from_hearing_
         process._tell_why(WorkerConnection(theirs), RuntimeError("the cause"))
         [frame] = protocol.FrameReader().feed(ours.recv(protocol.RECEIVE_BYTES))
     assert list(protocol.decode_message(frame)) == [MessageKind.FATAL, "EngineError", "RuntimeError: the cause"]
+
+
+ANSWERS_NOBODY = """
+import socket
+from engine.process import WorkerConnection
+from engine.protocol import MessageKind
+ours, theirs = socket.socketpair()
+ours.close()
+WorkerConnection(theirs).send((MessageKind.PROGRESS, "weights", 0.5))
+print("went on")
+"""
+
+
+def test_an_answer_to_a_worker_that_is_gone_ends_the_process_without_a_word() -> None:
+    ended = subprocess.run([sys.executable, "-c", ANSWERS_NOBODY], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_block_that_leaks_ends_the_engine_once_it_is_idle_and_has_given_out_what_it_answered() -> None:
