@@ -2,7 +2,8 @@
 
 Threads that share every product wait for each other thousands of times a step; lanes wait once a layer, until all keys
 and values are written, since a part may read what another one writes. Small steps stay whole: what lanes save there,
-each one's way through all the weights costs (tests/bench/cpu_lanes.py).
+each one's way through all the weights costs (tests/bench/cpu_lanes.py). So does every step on a core that multiplies
+in tiles, whose products are the faster the larger they are.
 """
 
 import threading
@@ -19,6 +20,15 @@ from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 
 MIN_TOKENS = 1024  # of a lane: with half as many lanes gain nothing
+
+
+def usable_lanes(dtype: torch.dtype) -> int:
+    """Lanes at most, for a model of that dtype: torch's threads, or 1 where products are done in tiles (AMX).
+
+    On 16 such cores the run of tests/bench/cpu_engine.py took 5.8 s whole and 7.5 s in lanes.
+    """
+    in_tiles = dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False)
+    return 1 if in_tiles else torch.get_num_threads()
 
 
 class Lanes:

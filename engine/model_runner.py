@@ -15,7 +15,7 @@ import torch
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
-from engine.lanes import Lanes
+from engine.lanes import Lanes, usable_lanes
 from engine.models.decoder import Decoder
 from engine.request import Request
 from engine.step_plan import DoneStep, SampledTokens, ScheduledTokens, StepPlan
@@ -103,7 +103,7 @@ class ModelRunner:
         self._ranks = ranks or Ranks()
         self._rows = RequestRows.allocate(max_running, max_model_len, cache.block_size)
         # Ranks add their parts up in the middle of a layer, all in one order: no lanes there.
-        self._lanes = Lanes(torch.get_num_threads() if decoder.group.size == 1 else 1)
+        self._lanes = Lanes(usable_lanes(decoder.dtype) if decoder.group.size == 1 else 1)
         self._sampling: set[int] = set()  # request ids that the sampler knows
         # Totals. A device's work counts where it is waited for.
         self._step_seconds = dict.fromkeys(("prepare", "forward", "sample"), 0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
-from engine.lanes import Lanes, cut
+from engine.lanes import Lanes, cut, usable_lanes
 from engine.loading import allocate_cache, load_decoder, open_model
 from engine.models.decoder import Decoder
 from tests.tiny_models import write_tiny_model
@@ -89,6 +89,16 @@ def test_as_many_lanes_as_divide_the_threads_and_have_enough_to_do() -> None:
         1, 1, 2, 3, 3, 3, 6, 6,
     ]  # fmt: skip
     assert Lanes(num_threads=1, min_tokens=1).num_lanes(1000) == 1
+
+
+def test_products_in_tiles_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for in_tiles, dtype, is_whole in (
+        (True, torch.bfloat16, True), (True, torch.float32, False), (False, torch.bfloat16, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=in_tiles: {"amx_bf16": has})
+        assert usable_lanes(dtype) == (1 if is_whole else torch.get_num_threads())
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # another architecture's
+    assert usable_lanes(torch.bfloat16) == torch.get_num_threads()
 
 
 @settings(max_examples=60, deadline=None)

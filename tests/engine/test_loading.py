@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,21 @@ from schemas.inference import EngineInfo, EngineSettings, InferenceRequest, Mode
 from tests.tiny_models import num_tiny_tokens, write_tiny_gguf, write_tiny_model
 
 SETTINGS = EngineSettings(max_running=4, kv_cache_tokens=512)
+COUNT_DENORMALS = """
+import threading, torch
+from engine.loading import flush_denormals
+torch.set_num_threads(2)
+if {flush}:
+    flush_denormals()
+counts = []
+def count():  # large enough for torch to share it among its threads
+    counts.append(int(torch.full((1 << 20,), 1e-30).mul_(1e-10).count_nonzero()))
+count()
+lane = threading.Thread(target=count)
+lane.start()
+lane.join()
+print(*counts)
+"""
 
 
 def model_settings(path: Path, max_model_len: int = 0) -> ModelSettings:
@@ -139,3 +156,10 @@ def test_bfloat16_answers_too(tiny: Path) -> None:
         outputs += engine.step()
     assert outputs[0].failure is None
     assert len(outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(("flush", "expected"), [(True, "0 0"), (False, "1048576 1048576")])
+def test_denormals_are_flushed_on_every_thread_of_the_process(flush: bool, expected: str) -> None:
+    # In a process of its own: it holds for good.
+    command = [sys.executable, "-c", COUNT_DENORMALS.format(flush=flush)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == expected
