@@ -122,6 +122,13 @@ def keep_refreshing(cluster: Any) -> None:
         cluster.start_refresh_loop()
 
 
+def refresh(consumer: Any, timeout_ms: int) -> None:
+    """Has a consumer's client ask for the topics' state now. Raises KafkaError or OSError where no broker tells it."""
+    cluster = consumer._cluster
+    for _ in range(1 + cluster.metadata_refresh_in_progress):  # an answer under way may be older than the question
+        consumer._net.run(consumer._manager.wait_for, cluster.request_update(), timeout_ms)
+
+
 def address_of(broker: Any) -> str:
     """Of one that the client knows, as the settings write it."""
     return f"[{broker.host}]:{broker.port}" if ":" in broker.host else f"{broker.host}:{broker.port}"

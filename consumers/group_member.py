@@ -4,6 +4,7 @@ Every method belongs to one thread. The rebalance listener runs on the client's 
 thread is inside `read` or `close`, so the tracker has one owner at any time.
 """
 
+import contextlib
 import gzip
 import logging
 import time
@@ -23,7 +24,7 @@ from kafka.errors import (
 )
 from kafka.structs import MemberState
 
-from consumers.connection import address_of, check_connection, client_options, keep_refreshing
+from consumers.connection import address_of, check_connection, client_options, keep_refreshing, refresh
 from consumers.group_commits import GroupCommits
 from consumers.offsets import OffsetTracker, Partition
 from consumers.stall import STALL_SECONDS, StallWatch
@@ -249,6 +250,8 @@ class GroupMember:
     def _unreadable(self, error: Exception) -> SourceError:
         """Why we cannot read on. Raises another SourceError where the topic was made again: that has many symptoms."""
         self._failed = True
+        with contextlib.suppress(KafkaError, OSError):  # the symptom may come before the client has heard of the cause
+            refresh(self._consumer, _LOOKUP_TIMEOUT_MS)
         self._check_topic_ids()
         return SourceError(why_unreadable(error, self._settings, self._consumer))
 

@@ -37,6 +37,7 @@ KEPT = {
     2100150: "a signal was swallowed by kafka-python while a worker started, which then went on",
     3100013: "behind a broker's death the dead letters' producer waited for ever for what it no longer asked for",
     4100066: "an engine that was closed while it sent an answer ended with a traceback, as if it had failed",
+    5100358: "an offset that a topic made again did not have yet was told as a loss, and resetting asked for",
     148: "a full disk under a worker's log ended the worker, and what it had in flight was computed again",
 }
 _AS_BEFORE = frozenset({888174, 888185})  # found while rounds had nothing of `_with_more`

@@ -40,6 +40,7 @@ def test_rounds_that_were_kept_by_their_seeds_are_still_the_same() -> None:
         2100150: "f3c0afaed49235fc",
         3100013: "29b4b91a68102718",
         4100066: "4d0699134759fd48",
+        5100358: "19e8398b7d9fa30c",
         148: "8535e5057ffcdbe5",
     }
 

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from kafka import KafkaProducer
+from kafka import KafkaProducer, TopicPartition
+from kafka.errors import OffsetOutOfRangeError
 
 from consumers.connection import check_connection
 from consumers.decode import decode_document
@@ -287,6 +288,34 @@ def test_a_topic_made_again_under_the_same_name_stops_the_source(
     # Where the group noticed first, the new topic is read from its start, as another epoch.
     assert offsets_of(new) == list(range(len(new)))
     assert all(document.position.epoch > old[0].position.epoch for document in new)
+
+
+def test_an_offset_that_a_topic_made_again_does_not_have_yet_is_not_told_as_a_loss(
+    kafka_broker: KafkaBroker,
+    kafka_topic: Callable[..., str],
+    broker_view: BrokerView,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker refuses our offset before the client has heard of the new topic, which is full again by then."""
+    monkeypatch.setattr("consumers.group_member._METADATA_MAX_AGE_SECONDS", 300.0)
+    settings = kafka_settings(kafka_broker.bootstrap_servers, kafka_topic())
+    topic = settings.topics[0]
+    produce(kafka_broker.bootstrap_servers, topic, prompts(*range(3)))
+
+    def refused(**_: object) -> None:
+        raise OffsetOutOfRangeError({TopicPartition(topic, 0): 3})
+
+    with running(settings) as source:
+        take(source, 3)
+        fetcher = source._member._consumer._fetcher
+        monkeypatch.setattr(fetcher, "_create_fetch_requests", dict)  # none, whose answer could tell the client
+        wait_until(lambda: not fetcher._nodes_with_pending_fetch_requests, "no fetch is under way")
+        broker_view.delete_topic(topic)
+        broker_view.create_topic(topic)
+        produce(kafka_broker.bootstrap_servers, topic, prompts(*range(3)))
+        monkeypatch.setattr(source._member._consumer, "poll", refused)
+        with pytest.raises(SourceError, match=f"the topic {topic} was deleted and made again"):
+            poll_until_it_stops(source, [])
 
 
 def test_what_retention_deleted_before_it_was_read_is_named_and_stops_the_source(
