@@ -13,8 +13,6 @@ from pathlib import Path
 from types import FrameType
 
 import structlog
-from elastic_transport import TransportError
-from elasticsearch import ApiError, Elasticsearch
 
 from consumers.kafka import KafkaSource
 from consumers.source import Source
@@ -24,6 +22,7 @@ from engine.tokenizer import Tokenizer
 from pipeline.connection import connect
 from pipeline.failure_limits import FailureLimits
 from pipeline.flow import Flow
+from pipeline.health import ElasticsearchHealth
 from pipeline.http import StatusServer
 from pipeline.metrics import Readings, WorkerMetrics
 from pipeline.prompts import PromptBuilder, PromptTokenizer, compile_tasks
@@ -50,7 +49,6 @@ logger = structlog.get_logger(__name__)
 PROOF_TIMEOUT_SECONDS = 300.0  # for the first inference, which may compile kernels
 STUCK_SECONDS = 60.0  # without a turn of the pipeline's thread: not alive
 PROGRESS_SECONDS = 10.0  # between two log lines of a worker that goes on
-HEALTH_SECONDS = 2.0  # an answer of Elasticsearch's is good for so long
 STORE_SECONDS = 5.0  # at the least, for rows of computed answers at the end
 
 
@@ -90,10 +88,7 @@ class Worker:
         self._flow: Flow | None = None
         self._source: Source | None = None
         self._sink: ElasticsearchSink | None = None
-        self._client: Elasticsearch | None = None
-        self._health_checked = -HEALTH_SECONDS
-        self._health: str | None = None
-        self._health_lock = threading.Lock()
+        self._elasticsearch_health: ElasticsearchHealth | None = None
         self._http_port = 0
         self._next_progress = time.monotonic() + PROGRESS_SECONDS
         self._told: dict[str, int] = {}  # in the last line of progress
@@ -203,12 +198,12 @@ class Worker:
 
     def readiness(self) -> Mapping[str, str | None]:
         """Part -> what it lacks, None where it is ready. From any thread."""
-        flow, source = self._flow, self._source
+        flow, source, health = self._flow, self._source, self._elasticsearch_health
         has_assignment = flow is not None and source is not None and source.has_assignment
         return {
             "engine": None if flow is not None and flow.engine_is_ready else "no inference has passed since its start",
             "kafka": None if has_assignment else "no assignment received from the group yet",
-            "elasticsearch": self._elasticsearch_health(),
+            "elasticsearch": "not connected yet" if health is None else health.lacks(),
         }
 
     def is_alive(self) -> bool:
@@ -255,7 +250,7 @@ class Worker:
         )
         sink.start()
         parts.callback(sink.close)
-        self._client, self._sink = client, sink
+        self._elasticsearch_health, self._sink = ElasticsearchHealth(client), sink
         return sink
 
     def _start_engine(self) -> tuple[EngineClient, EngineInfo]:
@@ -337,23 +332,6 @@ class Worker:
             source.is_paused,
             self._start_seconds,
         )
-
-    def _elasticsearch_health(self) -> str | None:
-        client = self._client
-        if client is None:
-            return "not connected yet"
-        with self._health_lock:
-            if time.monotonic() - self._health_checked >= HEALTH_SECONDS:
-                try:
-                    client.options(request_timeout=HEALTH_SECONDS).cluster.health()
-                    self._health = None
-                except ApiError as error:
-                    # It may refuse to tell its health to us and take our rows all the same.
-                    self._health = None if error.meta.status == 403 else f"it answers {error.meta.status}"
-                except TransportError as error:
-                    self._health = f"not reachable: {type(error).__name__}"
-                self._health_checked = time.monotonic()
-            return self._health
 
     def _heed_stop(self) -> None:
         """Raises StoppedAtOnce for a signal that did so in vain: kafka-python takes whatever is raised while it sends
