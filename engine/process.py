@@ -230,9 +230,9 @@ def _load(
 ) -> tuple[ServedEngine, EngineInfo]:
     progress("libraries", 0.0)  # torch takes seconds to import: after the hello
     keep_compiled_kernels(os.environ)
-    from engine.loading import flush_denormals, load_engine
+    from engine.loading import load_engine, prepare_for_cpu
 
-    flush_denormals()
+    prepare_for_cpu()
     libraries_seconds = seconds_since_start()
     engine, info = load_engine(model, settings, progress, fail)
     return engine, replace(info, start_seconds={"libraries": libraries_seconds, **info.start_seconds})

@@ -20,9 +20,9 @@ def main(arguments: Sequence[str]) -> int:
     die_with_parent()
     connection = RankConnection(int(arguments[0]))
     try:
-        from engine.loading import flush_denormals, load_rank  # torch takes seconds to import
+        from engine.loading import load_rank, prepare_for_cpu  # torch takes seconds to import
 
-        flush_denormals()
+        prepare_for_cpu()
         runner = load_rank(connection.receive())
         gc.collect()
         gc.freeze()  # what loading made lives as long as the process: collections need not look at it

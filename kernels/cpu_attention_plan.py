@@ -1,13 +1,15 @@
 """Cuts a step's attention on a CPU into batches of products: which queries over which keys. Index arithmetic only.
 
-A row with several new tokens has a batch of its own: its keys are gathered once, and tiles of its queries see them up
-to their own last token. Decode rows are batched by similar length; those whose block tables begin alike are an entry,
+Keys are gathered in whole blocks, with whatever lies behind a sequence's end, and before a window's begin, masked. A
+row with several new tokens has a batch of its own: its keys are gathered once, and tiles of its queries see them up to
+their own last token. Decode rows are batched by similar length; those whose block tables begin alike are an entry,
 whose shared keys are gathered and multiplied once:
 
     entry       [ shared keys  ][ own keys of row 0 ..]         scores of a row: [shared | own]
     of a group                  [ own keys of row 1      ]      what is padding, in either, is masked
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,18 +40,19 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """`key_index`: of each of the row's keys, head after head, the last one repeated:
-    (block x num_kv_heads + head) x block_size + offset, which is where it lies in a CPU's cache."""
+    """`block_index`: of each of the row's blocks, head after head, the last one repeated: block x num_kv_heads + head,
+    which is where it lies in a CPU's cache."""
 
-    key_index: torch.Tensor  # (num_kv_heads x num_keys,) int64
+    block_index: torch.Tensor  # (num_kv_heads x num_blocks,) int64
+    num_keys: int  # of the row, from the first block's begin
     tiles: list[Tile]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Entries of `members` rows each, entry after entry; padding repeats the last key of what it pads.
+    """Entries of `members` rows each, entry after entry; padding repeats the last block of what it pads.
 
-    `key_index` as a prefill row's: (num_kv_heads, entries, num_shared), then (num_kv_heads, rows, num_own).
+    `block_index` as a prefill row's: the shared ones of (num_kv_heads, entries), then the own of (num_kv_heads, rows).
     """
 
     tokens: slice | torch.Tensor  # a run, or (num_rows,) int64
@@ -57,7 +60,8 @@ class DecodeBatch:
     members: int
     num_shared: int
     num_own: int
-    key_index: torch.Tensor  # (num_kv_heads x (entries x num_shared + num_rows x num_own),) int64
+    fewest_own: int  # that any row has, padding aside
+    block_index: torch.Tensor  # (num_kv_heads x (entries x num_shared + num_rows x num_own) / block_size,) int64
     mask: torch.Tensor | None  # (num_rows, 1, n) of the last n keys, 0 or -inf, in the query's dtype; None: no padding
 
 
@@ -139,12 +143,12 @@ def _prefill(row: _Row, block_tables: torch.Tensor, kind: _Kind) -> PrefillRow:
     most = min(MAX_TILE, max(MIN_TILE, MAX_SCORES // (kind.num_heads * row.length)))
     size = -(-row.num_queries // -(-row.num_queries // most))
     num_past = row.length - row.num_queries
-    begin_of_row = _first_seen(num_past, kind.window)
+    begin_of_row = _down(_first_seen(num_past, kind.window), kind.block_size)
     tiles = []
     for first in range(0, row.num_queries, size):
         last = min(first + size, row.num_queries)
         begin = _first_seen(num_past + first, kind.window)
-        end = begin + _round_up(num_past + last - begin)
+        end = begin + _up(num_past + last - begin, KEY_MULTIPLE)
         positions = torch.arange(num_past + first, num_past + last)[:, None]
         # Without a window every query sees what lies before the tile.
         key_positions = torch.arange(num_past + first if kind.window is None else begin, end)
@@ -153,15 +157,18 @@ def _prefill(row: _Row, block_tables: torch.Tensor, kind: _Kind) -> PrefillRow:
             seen &= key_positions > positions - kind.window
         keys = slice(begin - begin_of_row, end - begin_of_row)
         tiles.append(Tile(slice(row.start + first, row.start + last), keys, _additive(seen, kind.dtype)))
-    num_keys = max(tile.keys.stop for tile in tiles)
-    positions = torch.arange(begin_of_row, begin_of_row + num_keys).clamp_(max=row.length - 1)[None]
-    return PrefillRow(_key_index(block_tables, torch.tensor([row.table_id]), positions, kind), tiles)
+    num_blocks = -(-max(tile.keys.stop for tile in tiles) // kind.block_size)
+    blocks = begin_of_row // kind.block_size + torch.arange(num_blocks)
+    blocks.clamp_(max=(row.length - 1) // kind.block_size)
+    index = _block_index(block_tables, torch.tensor([row.table_id]), blocks[None], kind)
+    return PrefillRow(index, row.length - begin_of_row, tiles)
 
 
 def _entries(rows: list[_Row], block_tables: torch.Tensor, kind: _Kind) -> list[_Entry]:
     """Each row is in one; a group too large for one batch, or of too different lengths, is several."""
     if kind.window is not None:  # it slides off a prefix query by query: no sharing
-        return [_Entry([row], 0, _first_seen(row.length - 1, kind.window)) for row in rows]
+        first_seen = (_first_seen(row.length - 1, kind.window) for row in rows)
+        return [_Entry([row], 0, _down(seen, kind.block_size)) for row, seen in zip(rows, first_seen, strict=True)]
     tables = block_tables.tolist()
     # Whole blocks before the row's query.
     sharable = [tuple(tables[row.table_id][: (row.length - 1) // kind.block_size]) for row in rows]
@@ -203,28 +210,34 @@ def _runs(entries: list[_Entry], num_heads: int) -> list[list[_Entry]]:
 
 
 def _decode_batch(entries: list[_Entry], block_tables: torch.Tensor, kind: _Kind) -> DecodeBatch:
+    size = kind.block_size
     num_shared, num_own = max(entry.num_shared for entry in entries), max(entry.num_own for entry in entries)
-    num_own = _round_up(num_shared + num_own) - num_shared
+    num_own = _up(num_shared + num_own, math.lcm(KEY_MULTIPLE, size)) - num_shared
     rows = [row for entry in entries for row in entry.rows]
+    table_ids = torch.tensor([row.table_id for row in rows])
     first_own = torch.tensor([entry.first_own for entry in entries for _ in entry.rows])[:, None]
     lengths = torch.tensor([row.length for row in rows])[:, None]
     own = first_own + torch.arange(num_own)
     seen = own < lengths
-    table_ids = torch.tensor([row.table_id for row in rows])
-    own_index = _key_index(block_tables, table_ids, torch.minimum(own, lengths - 1), kind)
-    shared = torch.arange(num_shared).expand(len(entries), -1)
+    if kind.window is not None:
+        seen &= own >= lengths - kind.window
+    own_blocks = torch.minimum(first_own // size + torch.arange(num_own // size), (lengths - 1) // size)
+    shared_blocks = torch.arange(num_shared // size).expand(len(entries), -1)
     if any(entry.num_shared < num_shared for entry in entries):
         seen = torch.cat((torch.arange(num_shared) < first_own, seen), 1)
-        shared = torch.minimum(shared, torch.tensor([entry.num_shared for entry in entries])[:, None] - 1)
-    shared_index = _key_index(block_tables, table_ids[:: len(entries[0].rows)], shared, kind)
+        last_shared = torch.tensor([entry.num_shared for entry in entries])[:, None] // size - 1
+        shared_blocks = torch.minimum(shared_blocks, last_shared)
+    of_shared = _block_index(block_tables, table_ids[:: len(entries[0].rows)], shared_blocks, kind)
+    of_own = _block_index(block_tables, table_ids, own_blocks, kind)
     return DecodeBatch(
         _run_or_index([row.start for row in rows]),
         len(rows),
         len(entries[0].rows),
         num_shared,
         num_own,
-        torch.cat((shared_index, own_index)),
-        None if bool(seen.all()) else _additive(seen, kind.dtype),
+        int((lengths - first_own).min()),
+        torch.cat((of_shared, of_own)),
+        _mask(seen, kind.dtype),
     )
 
 
@@ -274,22 +287,31 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position + 1 - window)
 
 
-def _key_index(
-    block_tables: torch.Tensor, table_ids: torch.Tensor, positions: torch.Tensor, kind: _Kind
+def _block_index(
+    block_tables: torch.Tensor, table_ids: torch.Tensor, blocks: torch.Tensor, kind: _Kind
 ) -> torch.Tensor:
-    """(num_kv_heads x n x m,) from positions (n, m) in the sequences of n tables."""
-    block_ids = block_tables[table_ids[:, None], positions // kind.block_size].long()
-    of_first_head = block_ids * (kind.num_kv_heads * kind.block_size) + positions % kind.block_size
-    return (of_first_head.flatten() + torch.arange(kind.num_kv_heads)[:, None] * kind.block_size).flatten()
+    """(num_kv_heads x n x m,) from blocks (n, m), by their places in n tables."""
+    of_first_head = block_tables[table_ids[:, None], blocks].long() * kind.num_kv_heads
+    return (of_first_head.flatten() + torch.arange(kind.num_kv_heads)[:, None]).flatten()
 
 
-def _round_up(num_keys: int) -> int:
-    return -(-num_keys // KEY_MULTIPLE) * KEY_MULTIPLE
+def _down(number: int, multiple: int) -> int:
+    return number // multiple * multiple
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(n, m) -> (n, 1, m)."""
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+
+
+def _mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """`_additive` of the columns from the first on that some row does not see; None: all see all."""
+    hidden = torch.nonzero(~seen.all(0))
+    return _additive(seen[:, int(hidden[0]) :], dtype) if len(hidden) else None
 
 
 def _run_or_index(tokens: list[int]) -> slice | torch.Tensor:

@@ -1,8 +1,12 @@
 """Writes a step's keys and values into their pages: slot = block_id * block_size + offset, -1 for a padding token."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+
+from kernels.cpu_words import as_words
 
 
 def write_kv_reference(
@@ -99,14 +103,43 @@ def write_kv(
         write_kv_triton(key, value, key_cache, value_cache, slot_mapping)
         return
     _check_write(key, value, key_cache, value_cache, slot_mapping)
-    written = slot_mapping >= 0
-    if not bool(written.all()):  # on a CPU only: a captured graph has padding, the CPU's runner rarely
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    slot_mapping = slot_mapping.long()
-    block_size = key_cache.shape[1]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, offsets] = key
-    value_cache[blocks, offsets] = value
+    places = Places.of(slot_mapping, key_cache.shape[1], key_cache.shape[2])
+    place_kv(key, value, key_cache, value_cache, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """A step's slots on a CPU, worked out once for all layers."""
+
+    written: torch.Tensor | None  # (num_tokens,) bool; None: all
+    blocks: torch.Tensor  # (num_written,) int64
+    offsets: torch.Tensor
+    rows: torch.Tensor  # (num_written x num_kv_heads,) int64, of a cache that lies head by head within a block
+
+    @classmethod
+    def of(cls, slot_mapping: torch.Tensor, block_size: int, num_kv_heads: int) -> "Places":
+        """slot_mapping as `write_kv`'s."""
+        written = slot_mapping >= 0
+        is_all = bool(written.all())
+        slots = (slot_mapping if is_all else slot_mapping[written]).long()
+        blocks, offsets = slots // block_size, slots % block_size
+        heads = blocks[:, None] * num_kv_heads + torch.arange(num_kv_heads)
+        return cls(None if is_all else written, blocks, offsets, (heads * block_size + offsets[:, None]).flatten())
+
+
+def place_kv(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, places: Places
+) -> None:
+    """`write_kv` on a CPU."""
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        new = new if places.written is None else new[places.written]
+        by_head = cache.transpose(1, 2)
+        if by_head.is_contiguous():
+            head_size = cache.shape[-1]
+            target, source = as_words(by_head.view(-1, head_size), new.reshape(-1, head_size))
+            target.index_copy_(0, places.rows, source)
+        else:
+            cache[places.blocks, places.offsets] = new
 
 
 def _check_write(

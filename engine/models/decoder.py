@@ -19,7 +19,7 @@ from engine.models.rope import inverse_frequencies, rope_tables
 from kernels.attention import select_attention
 from kernels.attention_plan import AttentionPlan, AttentionRows
 from kernels.fp8 import ProductScales
-from kernels.kv_cache import write_kv
+from kernels.kv_cache import Places, place_kv
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope import Rotation, rotate
 from kernels.rope_kv import rope_kv
@@ -43,6 +43,14 @@ class _Layer:
     gate_up: Gated[Any]
     down: Product[Any]
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedOnCpu:
+    """What all layers of a step on a CPU need of its tokens."""
+
+    rotation: Rotation
+    places: Places
 
 
 class Decoder:
@@ -109,16 +117,16 @@ class Decoder:
             batch.max_sequence_length, batch.num_decode_rows, batch.shared,
         )  # fmt: skip
         plan = self._attention.prepare(rows)
-        # A GPU works angles out layer by layer.
-        rotation = Rotation.of(batch.positions, self._cos, self._sin) if self.device.type == "cpu" else None
+        # A GPU works these out layer by layer.
+        prepared = self._prepare_on_cpu(batch, cache) if self.device.type == "cpu" else None
         residual = self._embedding(batch.token_ids)
         hidden = self._precision.norm(residual, self._layers[0].attention_norm, self.config.rms_norm_eps)
         for layer_id, layer in enumerate(self._layers[:-1]):
-            attended = self._attend(layer, layer_id, hidden, batch, cache, plan, rotation, all_written)
+            attended = self._attend(layer, layer_id, hidden, batch, cache, plan, prepared, all_written)
             following = self._layers[layer_id + 1].attention_norm
             hidden, residual = self._to_next_layer(layer, attended, residual, following)
         last = len(self._layers) - 1
-        return self._attend(self._layers[last], last, hidden, batch, cache, plan, rotation, all_written), residual
+        return self._attend(self._layers[last], last, hidden, batch, cache, plan, prepared, all_written), residual
 
     def finish(
         self, attended: torch.Tensor, residual: torch.Tensor, logits_indices: torch.Tensor | None
@@ -154,12 +162,12 @@ class Decoder:
         batch: ForwardBatch,
         cache: KVCache,
         plan: AttentionPlan,
-        rotation: Rotation | None,
+        prepared: _PreparedOnCpu | None,
         all_written: Callable[[], object],
     ) -> torch.Tensor:
         """From a layer's normed input to what its queries attended, (num_tokens, query_size)."""
         qkv, scales = self._precision.project(layer.qkv, hidden)
-        query = self._rotate_and_write(layer, qkv, scales, batch, rotation, *cache.layer(layer_id))
+        query = self._rotate_and_write(layer, qkv, scales, batch, prepared, *cache.layer(layer_id))
         all_written()
         # All of the step's keys and values are written before any is read: a run may read an earlier run's blocks.
         attended: torch.Tensor = self._attention(query, *cache.layer(layer_id), plan, self._scale, layer.window)
@@ -191,7 +199,7 @@ class Decoder:
         qkv: torch.Tensor,
         scales: ProductScales | None,
         batch: ForwardBatch,
-        rotation: Rotation | None,
+        prepared: _PreparedOnCpu | None,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
@@ -203,16 +211,22 @@ class Decoder:
                 layer.query_norm, layer.key_norm, config.rms_norm_eps, scales,
             )  # fmt: skip
         assert scales is None, "only CUDA devices leave products unscaled"
-        assert rotation is not None, "a CPU's angles are worked out for the whole step"
+        assert prepared is not None, "what all layers of a CPU's step need is worked out before the first"
         num_kv_heads = config.num_kv_heads
         heads = qkv.view(qkv.shape[0], config.num_heads + 2 * num_kv_heads, config.head_size)
         query, key, value = torch.split(heads, [config.num_heads, num_kv_heads, num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = rms_norm(query, layer.query_norm, config.rms_norm_eps)
             key = rms_norm(key, layer.key_norm, config.rms_norm_eps)
-        rotate(query, key, rotation)
-        write_kv(key, value, keys, values, batch.slot_mapping)
+        rotate(query, key, prepared.rotation)
+        place_kv(key, value, keys, values, prepared.places)
         return query
+
+    def _prepare_on_cpu(self, batch: ForwardBatch, cache: KVCache) -> _PreparedOnCpu:
+        return _PreparedOnCpu(
+            Rotation.of(batch.positions, self._cos, self._sin),
+            Places.of(batch.slot_mapping, cache.block_size, self.config.num_kv_heads),
+        )
 
     def _take_layer(self, pending: dict[str, torch.Tensor]) -> _Layer:
         layer_id = len(self._layers)

@@ -86,8 +86,8 @@ def measure(name: str, rows: list[tuple[int, int]], dtype: torch.dtype, in_pairs
 
     ours, theirs = best_ms(step) / NUM_LAYERS, best_ms(baseline, 5)
     batches = plan.batches_for(*kind)
-    indices = [row.key_index for row in batches.prefills] + [batch.key_index for batch in batches.decodes]
-    keys_read = sum(map(len, indices)) // NUM_KV_HEADS
+    indices = [row.block_index for row in batches.prefills] + [batch.block_index for batch in batches.decodes]
+    keys_read = sum(map(len, indices)) // NUM_KV_HEADS * kind[0]
     print(
         f"{name:36} {str(dtype)[6:]:9} {ours:7.2f} ms a layer, plan {best_ms(plan_step, 5):6.2f} ms; row by row "
         f"{theirs:7.2f} ms a layer ({theirs / ours:4.1f} times); {keys_read} keys read for {int(lengths.sum())} named"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.loading import flush_denormals, load_engine
+from engine.loading import load_engine, prepare_for_cpu
 from pipeline.model_download import demo_model_path
 from schemas.inference import EngineSettings, InferenceOutput, InferenceRequest, ModelSettings, SamplingParams
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--baseline-batches", type=int, nargs="*", default=[8, 16], help="none: without the baseline")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
-    flush_denormals()  # as the engine's process does; the baseline's as well, then
+    prepare_for_cpu()  # as the engine's process does; the baseline's as well, then
     prompts = make_prompts(arguments.documents)
     settings = EngineSettings(max_tokens_per_step=arguments.step, max_running=arguments.documents)
     ours, our_tokens = run_engine(demo_model_path(), prompts, arguments.runs, settings)

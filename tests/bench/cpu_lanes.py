@@ -15,7 +15,7 @@ import torch
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.lanes import Lanes
-from engine.loading import allocate_cache, flush_denormals, load_decoder, open_model
+from engine.loading import allocate_cache, load_decoder, open_model, prepare_for_cpu
 from engine.models.decoder import Decoder
 from pipeline.model_download import demo_model_path
 
@@ -53,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     num_threads = os.cpu_count() or 1
     torch.set_num_threads(num_threads)
-    flush_denormals()  # as the engine's process does
+    prepare_for_cpu()  # as the engine's process does
     decoder = load_decoder(open_model(demo_model_path()), torch.bfloat16, torch.device("cpu"), PROMPT)
     cache = allocate_cache(decoder, max(arguments.tokens) // BLOCK, BLOCK)
     whole = Lanes(1)

@@ -1,6 +1,7 @@
 """From a path to a started engine, and every way in which that is refused."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from tests.tiny_models import num_tiny_tokens, write_tiny_gguf, write_tiny_model
 SETTINGS = EngineSettings(max_running=4, kv_cache_tokens=512)
 COUNT_DENORMALS = """
 import threading, torch
-from engine.loading import flush_denormals
+from engine.loading import prepare_for_cpu
 torch.set_num_threads(2)
 if {flush}:
-    flush_denormals()
+    prepare_for_cpu()
 counts = []
 def count():  # large enough for torch to share it among its threads
     counts.append(int(torch.full((1 << 20,), 1e-30).mul_(1e-10).count_nonzero()))
@@ -156,6 +157,32 @@ def test_bfloat16_answers_too(tiny: Path) -> None:
         outputs += engine.step()
     assert outputs[0].failure is None
     assert len(outputs[0].token_ids) == 4
+
+
+LARGE_PAGES = """
+import os
+from engine.loading import prepare_for_cpu
+prepare_for_cpu()
+import torch
+kept = [torch.ones(1 << 21) for _ in range(4)]  # 8 MB each
+(row,) = (row for row in open("/proc/self/smaps_rollup") if row.startswith("AnonHugePages"))
+print(os.environ["THP_MEM_ALLOC_ENABLE"], row.split()[1] != "0")
+"""
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="the system has no large pages")
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "1 True"), ("0", "0 False")])
+def test_large_tensors_lie_in_large_pages_unless_the_user_says_otherwise(
+    set_by_user: str | None, expected: str
+) -> None:
+    if "[always]" in THP.read_text() and set_by_user == "0":
+        expected = "0 True"  # all that is large enough does
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    environment |= {"THP_MEM_ALLOC_ENABLE": set_by_user} if set_by_user else {}
+    command = [sys.executable, "-c", LARGE_PAGES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == expected
 
 
 @pytest.mark.parametrize(("flush", "expected"), [(True, "0 0"), (False, "1048576 1048576")])
