@@ -147,7 +147,7 @@ def test_stale_numbers_behind_a_sequences_end_change_nothing(path: str) -> None:
 
 def test_numbers_before_a_window_change_nothing() -> None:
     step = make_step([(1, 40), (3, 40)])
-    expected = step.cpu(7)
+    expected = step.reference(7)
     for row, first_seen in enumerate((33, 31)):
         page = int(step.block_tables[row, first_seen // 16])
         step.key_cache[page, : first_seen % 16] = step.value_cache[page, : first_seen % 16] = 10.0
