@@ -17,6 +17,7 @@ from engine.detokenizer import TextStream
 from engine.engine import Engine
 from engine.grammar import LabelSets
 from engine.group import Group, join, open_store
+from engine.hardware import choose_device, choose_dtype, choose_precision, rank_device
 from engine.kv_cache import KVCache
 from engine.memory import (
     decide_kv_cache_tokens,
@@ -29,7 +30,7 @@ from engine.memory import (
 from engine.model_config import ModelConfig, read_gguf_config, read_model_config
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.models.precision import Fp8Precision, PlainPrecision, Precision
+from engine.models.precision import Precision
 from engine.rehearsal import stand_in, start_rehearsal
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler
@@ -142,7 +143,7 @@ def _load_part(
     if device.type == "cpu" and (settings.num_threads or group.size > 1):
         torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // group.size))
     max_model_len = _max_model_len(model, files.config)
-    precision = choose_precision(model.quantization, dtype, device)
+    precision = choose_precision(model.quantization, dtype, device, files.config)
     rehearsal = None
     if device.type == "cuda":
         with clock.part("kernels"), explaining_memory("two of the model's layers"):
@@ -262,52 +263,6 @@ def load_decoder(
         return Decoder(config, parameters, files.tokenizer.vocab_size, num_positions, device, precision, group)
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, otherwise the CPU. Raises SettingsError for one not there."""
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingsError(f'model.device is {name!r}; "auto", "cpu", "cuda" or "cuda:1" is expected') from error
-    if device.type not in ("cpu", "cuda"):
-        raise SettingsError(f"model.device is {name!r}; cpu and cuda are supported")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingsError(f"model.device is {name!r}; there are {torch.cuda.device_count()} CUDA devices here")
-    return device
-
-
-def rank_device(first: torch.device, rank: int) -> torch.device:
-    """Rank 0 is on `first`, the others on those behind it; on a CPU all are. Raises SettingsError past the last."""
-    if first.type == "cpu":
-        return first
-    index, count = (first.index or 0) + rank, torch.cuda.device_count()
-    if index >= count:
-        raise SettingsError(
-            f"engine.tensor_parallel asks for cuda:{index}, counted from model.device; there are {count} CUDA devices"
-        )
-    return torch.device("cuda", index)
-
-
-def choose_precision(quantization: str, dtype: torch.dtype, device: torch.device) -> Precision[Any]:
-    """Of the layers' products. Raises SettingsError where the device has no FP8."""
-    if quantization == "none":
-        return PlainPrecision()
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        raise SettingsError(f'model.quantization is "fp8"; {device} has no FP8 (Ada, Hopper and later do): set "none"')
-    if dtype != torch.bfloat16:
-        raise SettingsError(f'model.quantization "fp8" goes with model.dtype "bfloat16", not {str(dtype)[6:]!r}')
-    return Fp8Precision()
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The settings' dtype; float32 for bfloat16 on a CPU that would have to emulate it."""
-    dtype: torch.dtype = getattr(torch, name)
-    if device.type == "cpu" and dtype == torch.bfloat16 and not _cpu_has_bfloat16():
-        return torch.float32
-    return dtype
-
-
 @torch.inference_mode()
 def check_canary(decoder: Decoder) -> None:
     """One small step over the vocabulary's first ids. Raises ModelError where its logits are not finite."""
@@ -321,10 +276,6 @@ def check_canary(decoder: Decoder) -> None:
             f"the model's first logits are not finite in {str(decoder.dtype).removeprefix('torch.')}: its weights are "
             "damaged, or model.dtype is too narrow for them (bfloat16 and float32 reach further than float16)"
         )
-
-
-def _cpu_has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _max_model_len(model: ModelSettings, config: ModelConfig) -> int:

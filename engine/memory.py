@@ -150,6 +150,16 @@ def available_ram_bytes() -> int:
     return max(free, 0)
 
 
+def total_ram_bytes() -> int:
+    """The system's memory, or its control group's part where that is less: the same at every start."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        return total if limit == "max" else min(total, int(limit))
+    except (OSError, ValueError):
+        return total  # no control group of version 2
+
+
 def worst_step_batch(
     num_tokens: int, max_running: int, max_model_len: int, block_size: int, device: torch.device
 ) -> tuple[ForwardBatch, int]:

@@ -24,8 +24,9 @@ from kernels.norm import add_rms_norm, rms_norm
 from kernels.rope import Rotation, rotate
 from kernels.rope_kv import rope_kv
 
-# A layer's activations of so many tokens stay in a CPU's caches from product to product.
-CPU_ROWS = 2048
+# A layer's activations of so many tokens stay in a CPU's caches from product to product; widened ones are larger. An
+# Intel Xeon's first step of tests/bench/cpu_engine.py took 22.2 s with 512, and 23.1 and 23.4 with 2,048.
+CPU_ROWS, WIDENED_CPU_ROWS = 2048, 512
 
 
 def _nothing() -> None:
@@ -77,6 +78,7 @@ class Decoder:
         self.num_tokens = num_tokens
         self.num_positions = num_positions
         self._precision: Precision[Any] = precision or PlainPrecision()
+        self._rows_at_a_time = WIDENED_CPU_ROWS if self._precision.widens else CPU_ROWS
         self._scale = config.head_size**-0.5
         self._layers: list[_Layer] = []
         pending: dict[str, torch.Tensor] = {}
@@ -93,7 +95,7 @@ class Decoder:
         self._embedding = Embedding(embedding, self.group)
         self._final_norm = pending.pop("final_norm.weight")
         head = embedding if config.tied_embeddings else pending.pop("head.weight")
-        self._head = LanguageModelHead(head, num_tokens, self.group)
+        self._head = LanguageModelHead(head, num_tokens, self.group, self._precision.widens)
         assert not pending, f"parameters without a use: {sorted(pending)}"
         self.dtype = embedding.dtype
         self._attention = select_attention(device, self.dtype, config.head_size)
@@ -177,8 +179,9 @@ class Decoder:
         self, layer: _Layer, attended: torch.Tensor, residual: torch.Tensor, following: torch.Tensor
     ) -> tuple[Any, torch.Tensor]:
         """From a layer's attention to the next layer's normed input and the residual."""
-        if self.device.type == "cpu" and len(attended) > CPU_ROWS:
-            rows = zip(torch.split(attended, CPU_ROWS), torch.split(residual, CPU_ROWS), strict=True)
+        at_a_time = self._rows_at_a_time
+        if self.device.type == "cpu" and len(attended) > at_a_time:
+            rows = zip(torch.split(attended, at_a_time), torch.split(residual, at_a_time), strict=True)
             parts = [self._to_next_layer(layer, *part, following) for part in rows]
             hidden, residual = (torch.cat(part) for part in zip(*parts, strict=True))
             return hidden, residual

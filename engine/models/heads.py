@@ -35,14 +35,14 @@ class Embedding:
 class LanguageModelHead:
     """Hidden states to logits over the vocabulary, and the greedy choice from them.
 
-    Logits are float32 on a GPU and in the weight's dtype on a CPU, where a copy takes longer than the choice.
+    Logits are float32 on a GPU; on a CPU as the product leaves them, since a copy takes longer than the choice.
 
     A checkpoint may pad its vocabulary past the tokenizer's: those ids mean nothing, so their logits are -inf and they
     are neither sampled nor share in a log-probability.
     """
 
-    def __init__(self, weight: torch.Tensor, num_tokens: int, group: Group) -> None:
-        """weight (rows, hidden_size): the rank's; ids from `num_tokens` on are padding."""
+    def __init__(self, weight: torch.Tensor, num_tokens: int, group: Group, widen: bool = False) -> None:
+        """weight (rows, hidden_size): the rank's; ids from `num_tokens` on are padding. `widen`: as Linear's."""
         self._group = group
         self._first_id = group.rank * weight.shape[0]
         self._num_tokens = max(0, num_tokens - self._first_id)  # of the rank's rows; more than these: all
@@ -50,7 +50,7 @@ class LanguageModelHead:
         # On a GPU in 16 bits the product's float32 sums are the logits; elsewhere it rounds first.
         in_16_bits = weight.is_cuda and weight.dtype != torch.float32
         self._weight = weight if in_16_bits else None
-        self._linear = None if in_16_bits else Linear(weight)
+        self._linear = None if in_16_bits else Linear(weight, widen=widen)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """(num_rows, hidden_size) -> (num_rows, vocab_size); of several ranks, each has its ids' columns."""
@@ -58,7 +58,7 @@ class LanguageModelHead:
             logits = torch.mm(hidden, self._weight.t(), out_dtype=torch.float32)
         else:
             assert self._linear is not None
-            logits = self._linear(hidden)
+            logits = self._linear.unrounded(hidden)
         logits[:, self._num_tokens :] = float("-inf")
         return logits
 

@@ -1,7 +1,8 @@
 """A matrix product with a stored weight: plain on a GPU, in oneDNN's own weight layout on a CPU.
 
 The layout is chosen once, at load: F.linear reorders the weight in each call instead, which costs a step of 64 rows
-20 to 40% (tests/bench/cpu_linear.py).
+20 to 40% (tests/bench/cpu_linear.py). A product that is widened holds and multiplies its weight in float32: what comes
+out is what the narrow product would give, sums of exact products rounded once, on CPUs where that is the faster way.
 """
 
 from collections.abc import Sequence
@@ -23,16 +24,30 @@ def _is_packable(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in _PACKABLE and has_onednn
 
 
+def _widened(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight.float(), None if bias is None else bias.float()
+
+
 class Linear:
     """y = x @ weight.T + bias. x is (num_tokens, in_features); y is (num_tokens, out_features), in x's dtype."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """weight (out_features, in_features); it is packed here, so a caller who keeps no reference frees it."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, widen: bool = False) -> None:
+        """weight (out_features, in_features); it is packed here, so a caller who keeps no reference frees it.
+
+        `widen`: to float32, on a CPU.
+        """
+        if widen:
+            weight, bias = _widened(weight, bias)
         self._bias = bias
         self._is_packed = _is_packable(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unrounded(x).to(x.dtype)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """y as the product leaves it: in float32 where it is widened."""
+        x = x.to(self._weight.dtype)
         if self._is_packed and x.shape[0]:  # oneDNN refuses products of nothing
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
             return y
@@ -64,16 +79,19 @@ class _PackedGate:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.shape[0]:  # oneDNN refuses products of nothing
             return x.new_empty((0, self._gate.shape[0]))
-        gate = torch.ops.mkldnn._linear_pointwise.default(x, self._gate, self._biases[0], "swish", [], "")
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self._up, self._biases[1], "mul")
-        return y
+        wide = x.to(self._gate.dtype)
+        gate = torch.ops.mkldnn._linear_pointwise.default(wide, self._gate, self._biases[0], "swish", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(wide, gate, self._up, self._biases[1], "mul")
+        return y.to(x.dtype)
 
 
 class GatedLinear:
     """silu(x @ gate.T) * (x @ up.T). x is (num_tokens, in_features); the result is (num_tokens, out_features / 2)."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """weight (out_features, in_features): gate's rows, then up's."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, widen: bool = False) -> None:
+        """weight (out_features, in_features): gate's rows, then up's. `widen`: to float32, on a CPU."""
+        if widen:
+            weight, bias = _widened(weight, bias)
         self._fused: GatedProduct | _PackedGate | None = None
         if _is_packable(weight):
             self._fused = _PackedGate(weight, bias)

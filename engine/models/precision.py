@@ -52,6 +52,8 @@ class Gated(Protocol[A]):
 class Precision(Protocol[A]):
     """How activations enter the products of one decoder."""
 
+    widens: bool  # a CPU's products hold and multiply their weights in float32
+
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product[A]:
         """Takes weight (out_features, in_features) in the model's dtype, in the form that the product reads."""
         ...
@@ -78,13 +80,16 @@ class Precision(Protocol[A]):
 
 
 class PlainPrecision:
-    """Products in the model's own dtype."""
+    """Activations in the model's own dtype, and products too unless they are widened."""
+
+    def __init__(self, widens: bool = False) -> None:
+        self.widens = widens
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return Linear(weight, bias)
+        return Linear(weight, bias, self.widens)
 
     def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> GatedLinear:
-        return GatedLinear(weight, bias)
+        return GatedLinear(weight, bias, self.widens)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -147,6 +152,8 @@ class Fp8Product:
 
 class Fp8Precision:
     """Weights by channel, activations by token, quantised in the operation that makes them (Hopper, Ada and later)."""
+
+    widens = False
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Fp8Product:
         return Fp8Product(weight, bias)

@@ -1,6 +1,6 @@
 """Documents per second on a CPU: this engine beside transformers' own batched `generate`, both in bf16, in one run.
 
-    python -m tests.bench.cpu_engine [--documents 64] [--runs 3] [--baseline-batches 8 16]
+    python -m tests.bench.cpu_engine [--documents 64] [--runs 3] [--baseline-batches 8 16] [--baseline-dtype bfloat16]
 
 The work: documents of about 100 random tokens under one 400-token template, 32 output tokens each, greedy, EOS
 ignored. The baseline is transformers with padded batches sorted by length, the best of the batch sizes, on the same
@@ -36,7 +36,7 @@ def make_prompts(num_documents: int, seed: int = 0) -> list[list[int]]:
 
 
 def run_transformers(
-    model_path: Path, prompts: list[list[int]], batch_sizes: tuple[int, ...]
+    model_path: Path, prompts: list[list[int]], batch_sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[float, int, list[int]]:
     """Best seconds over the batch sizes, the batch size, and the first prompt's tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,7 +50,7 @@ def run_transformers(
     model.load_state_dict(tensors, assign=True)
     rotary = type(model.model.rotary_emb)
     model.model.rotary_emb = torch.nn.Module()  # not in the file; made below, its angles in float32
-    model = model.to(torch.bfloat16).eval()
+    model = model.to(dtype).eval()
     model.model.rotary_emb = rotary(config)
     ordered = sorted(prompts, key=len)
     best: tuple[float, int, list[int]] = (float("inf"), 0, [])
@@ -127,6 +127,7 @@ def main() -> None:
         "--step", type=int, default=EngineSettings().max_tokens_per_step, help="tokens of a step at most"
     )
     parser.add_argument("--baseline-batches", type=int, nargs="*", default=[8, 16], help="none: without the baseline")
+    parser.add_argument("--baseline-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     prepare_for_cpu()  # as the engine's process does; the baseline's as well, then
@@ -136,9 +137,11 @@ def main() -> None:
     if not arguments.baseline_batches:
         return
     gc.collect()
-    theirs, batch_size, their_tokens = run_transformers(demo_model_path(), prompts, tuple(arguments.baseline_batches))
+    theirs, batch_size, their_tokens = run_transformers(
+        demo_model_path(), prompts, tuple(arguments.baseline_batches), getattr(torch, arguments.baseline_dtype)
+    )
     same = sum(a == b for a, b in zip(our_tokens, their_tokens, strict=True))
-    print(f"first document: {same} of {OUTPUT_TOKENS} greedy tokens equal (bf16)")
+    print(f"first document: {same} of {OUTPUT_TOKENS} greedy tokens equal ({arguments.baseline_dtype})")
     median = statistics.median(ours)
     print(
         f"ratio: {theirs / median:.2f} times transformers (batches of {batch_size}, {theirs:.1f} s);"

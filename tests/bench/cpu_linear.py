@@ -1,9 +1,10 @@
-"""Matrix products on a CPU: torch's own F.linear beside oneDNN's packed weights, which engine/models/linear.py uses.
+"""Matrix products on a CPU: torch's own F.linear beside engine/models/linear.py's, packed, and packed and widened.
 
     python -m tests.bench.cpu_linear [--threads 2] [--seconds 0.5]
 
-The shapes are the 0.5B model's. Both run in turn, in one process, and the best time of each counts, since a shared
-machine only ever adds. Printed: GFLOP/s of each (2 x rows x in x out), and the ratio.
+The shapes are the 0.5B model's. All run in turn, in one process, and the best time of each counts, since a shared
+machine only ever adds. Printed: GFLOP/s of each (2 x rows x in x out), and the ratios to
+F.linear's.
 """
 
 import argparse
@@ -43,22 +44,22 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{arguments.threads} threads; GFLOP/s")
-    print(f"{'dtype':10}{'product':10}{'rows':>6}{'plain':>8}{'packed':>8}{'ratio':>7}")
+    print(f"{'dtype':10}{'product':10}{'rows':>6}{'plain':>8}{'packed':>8}{'ratio':>7}{'wide':>8}{'ratio':>7}")
     for dtype in (torch.bfloat16, torch.float32):
         for name, (out_features, in_features) in SHAPES.items():
             weight = torch.randn(out_features, in_features).to(dtype)
-            packed = Linear(weight)
+            packed, wide = Linear(weight), Linear(weight, widen=True)
             for rows in ROWS:
                 if name == "head" and rows > MAX_HEAD_ROWS:
                     continue
                 x = torch.randn(rows, in_features).to(dtype)
-                plain_seconds, packed_seconds = best_seconds(
-                    [partial(functional.linear, x, weight), partial(packed, x)], arguments.seconds
-                )
+                calls = [partial(functional.linear, x, weight), partial(packed, x), partial(wide, x)]
+                plain_seconds, packed_seconds, wide_seconds = best_seconds(calls, arguments.seconds)
                 flop = 2 * rows * out_features * in_features / 1e9
                 print(
                     f"{str(dtype).removeprefix('torch.'):10}{name:10}{rows:6}{flop / plain_seconds:8.0f}"
-                    f"{flop / packed_seconds:8.0f}{plain_seconds / packed_seconds:7.2f}",
+                    f"{flop / packed_seconds:8.0f}{plain_seconds / packed_seconds:7.2f}"
+                    f"{flop / wide_seconds:8.0f}{plain_seconds / wide_seconds:7.2f}",
                     flush=True,
                 )
 

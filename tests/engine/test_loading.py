@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from engine.loading import check_vocabulary, choose_device, choose_dtype, load_engine
+from engine.loading import check_vocabulary, load_engine
 from schemas.errors import ModelError, SettingsError
 from schemas.inference import EngineInfo, EngineSettings, InferenceRequest, ModelSettings, SamplingParams
 from tests.tiny_models import num_tiny_tokens, write_tiny_gguf, write_tiny_model
@@ -133,19 +132,6 @@ def test_a_path_that_is_no_model(tmp_path: Path, name: str, said: str) -> None:
 def test_a_context_longer_than_the_models_is_refused(tiny: Path) -> None:
     with pytest.raises(SettingsError, match=r"max_model_len is 1,025; the model's context is 1,024"):
         info_of(tiny, max_model_len=1025)
-
-
-@pytest.mark.parametrize("name", ["tpu", "cuda:99", "mps", "first"])
-def test_a_device_that_is_not_there_is_refused_by_name(name: str) -> None:
-    with pytest.raises(SettingsError, match=name):
-        choose_device(name)
-
-
-def test_a_cpu_computes_in_bfloat16_only_where_it_can() -> None:
-    cpu = torch.device("cpu")
-    assert choose_dtype("float32", cpu) == torch.float32
-    assert choose_dtype("bfloat16", cpu) in (torch.bfloat16, torch.float32)
-    assert choose_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
 
 
 def test_bfloat16_answers_too(tiny: Path) -> None:
