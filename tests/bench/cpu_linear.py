@@ -9,7 +9,7 @@ F.linear's.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ ROWS = (1, 8, 64, 200, 600, 2048)
 MAX_HEAD_ROWS = 200
 
 
-def best_seconds(calls: list[Callable[[], torch.Tensor]], budget_seconds: float) -> list[float]:
+def best_seconds(calls: Sequence[Callable[[], torch.Tensor]], budget_seconds: float) -> list[float]:
     """The best time of each call, taken in turn until the budget is spent."""
     best = [float("inf")] * len(calls)
     for call in calls:
