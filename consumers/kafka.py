@@ -198,11 +198,13 @@ class KafkaSource:
         if raws:
             self._idle_seconds = _FIRST_IDLE_SECONDS
             self._is_at_end = False
+            num_bytes = self._tracker.num_bytes
             self._undecoded = in_flight = self._tracker.start(raws)
             if len(in_flight) < len(raws):
                 self._count_skipped(raws, in_flight)
-            mean_bytes = sum(raw.num_bytes for raw in raws) / len(raws)
-            self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
+            if in_flight:
+                mean_bytes = (self._tracker.num_bytes - num_bytes) / len(in_flight)
+                self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
             decoded = [self._decode(raw, limit) for raw in in_flight]  # of 1,000 large and strange messages: a minute
             with self._arrived:

@@ -44,16 +44,30 @@ class Answers:
         return again
 
     def _count(self, ended: Sequence[tuple[Work, InferenceOutput]], now: float) -> None:
+        # In one pass and in plain numbers: documents are many, and what each is made of is cold by now.
+        prompt = cached = completion = 0
+        waiting = engine = queue = prefill = decode = 0.0
+        for work, output in ended:
+            prompt += output.num_prompt_tokens
+            cached += output.num_cached_tokens
+            completion += len(output.token_ids)
+            submitted = work.submitted
+            waiting += submitted - work.arrived
+            engine += now - submitted
+            queue_ms, prefill_ms, decode_ms = output.timing
+            queue += queue_ms
+            prefill += prefill_ms
+            decode += decode_ms
         totals, parts = self._totals, self._totals.time
-        totals.prompt_tokens += sum([output.num_prompt_tokens for _, output in ended])
-        totals.cached_tokens += sum([output.num_cached_tokens for _, output in ended])
-        totals.completion_tokens += sum([len(output.token_ids) for _, output in ended])
+        totals.prompt_tokens += prompt
+        totals.cached_tokens += cached
+        totals.completion_tokens += completion
         parts.num_answered += len(ended)
-        parts.waiting += sum([work.submitted - work.arrived for work, _ in ended])
-        parts.engine += sum([now - work.submitted for work, _ in ended])
-        parts.engine_queue += sum([output.timing.queue_ms for _, output in ended]) / 1000
-        parts.engine_prefill += sum([output.timing.prefill_ms for _, output in ended]) / 1000
-        parts.engine_decode += sum([output.timing.decode_ms for _, output in ended]) / 1000
+        parts.waiting += waiting
+        parts.engine += engine
+        parts.engine_queue += queue / 1000
+        parts.engine_prefill += prefill / 1000
+        parts.engine_decode += decode / 1000
 
 
 def _runs_again(work: Work, failure: Failure, answered_at: datetime) -> bool:

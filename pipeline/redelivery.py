@@ -19,7 +19,7 @@ from consumers.source import Source
 from pipeline.retry import TemporaryRefusal, Verdict
 from pipeline.rows import RowBuilder
 from pipeline.stored_rows import LOOK_UP_ROWS, StoredRow
-from schemas.document import Assignment, Document, RejectedDocument, SourcePosition
+from schemas.document import Document, RejectedDocument, SourcePosition
 from schemas.errors import SinkError
 
 logger = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ LookUp: TypeAlias = Callable[[Sequence[tuple[str | None, str]]], Sequence[Stored
 
 @dataclass(slots=True)
 class _Search:
-    """How far one assignment's documents are looked up."""
+    """How far one assignment's documents are looked up. The look-up's thread counts, the pipeline's reads."""
 
     until: int  # at least to there
     num_missing: int = 0  # in a row, beyond it
@@ -40,6 +40,10 @@ class _Search:
     @property
     def is_over(self) -> bool:
         return self.num_missing >= LOOK_UP_ROWS
+
+    def count(self, offset: int, has_row: bool) -> None:
+        """Of the documents in the order of their offsets."""
+        self.num_missing = 0 if has_row or offset < self.until else self.num_missing + 1
 
 
 class Redeliveries:
@@ -49,7 +53,7 @@ class Redeliveries:
         self._source = source
         self._rows = rows
         self._look_up = look_up
-        self._searches: dict[Assignment, _Search] = {}
+        self._searches: dict[tuple[str, int, int], _Search] = {}  # by topic, partition and epoch
         self._held: dict[SourcePosition, AnyDocument] = {}  # in the order of arrival
         # Between the two threads.
         self._has_work = threading.Condition()
@@ -91,9 +95,6 @@ class Redeliveries:
         while self._answered:
             document, verdict = self._answered.popleft()
             position = document.position
-            search = self._searches.get(position.assignment)
-            if search is not None:
-                search.num_missing = 0 if verdict or position.offset < search.until else search.num_missing + 1
             if self._held.pop(position, None) is None:
                 continue  # handed back meanwhile
             if verdict is None:
@@ -129,9 +130,10 @@ class Redeliveries:
             self._thread.join(5.0)
 
     def _is_suspected(self, position: SourcePosition) -> bool:
-        search = self._searches.get(position.assignment)
+        search = self._search_of(position)
         if search is None:
-            search = self._searches[position.assignment] = _Search(self._source.started_before(position))
+            key = (position.topic, position.partition, position.epoch)
+            search = self._searches[key] = _Search(self._source.started_before(position))
         return not search.is_over
 
     # The look-up's thread.
@@ -151,9 +153,9 @@ class Redeliveries:
                 self._has_work.wait_for(lambda: self._asked or self._closing)
                 if self._closing:
                     return
-                documents = [self._asked.popleft() for _ in range(min(LOOK_UP_ROWS, len(self._asked)))]
+                documents = self._next_asked()
             addresses = [self._rows.address(document) for document in documents]
-            found = self._look_up([(index, row_id) for index, row_id, _ in addresses])
+            found = self._look_up([(index, row_id) for index, row_id, _ in addresses]) if documents else []
             num_done = 0
             for document, (_, _, version), row in zip(documents, addresses, found, strict=True):
                 verdict = None
@@ -161,6 +163,25 @@ class Redeliveries:
                     is_ours = row.version == version and row.comes_from(document.source)  # a replay's is higher
                     verdict = Verdict.ALREADY_DONE if is_ours else Verdict.SUPERSEDED
                     num_done += 1
+                if (search := self._search_of(document.position)) is not None:
+                    search.count(document.position.offset, verdict is not None)
                 self._answered.append((document, verdict))
             if num_done:
                 logger.info("found done before", documents=num_done, looked_up=len(documents))
+
+    def _next_asked(self) -> list[AnyDocument]:
+        """The next to look up. On the way the others are answered: their searches have ended since they were asked."""
+        documents: list[AnyDocument] = []
+        while self._asked and len(documents) < LOOK_UP_ROWS:
+            document = self._asked.popleft()
+            search = self._search_of(document.position)
+            if search is not None and search.is_over:
+                self._answered.append((document, None))
+            else:
+                documents.append(document)
+        return documents
+
+    def _search_of(self, position: SourcePosition) -> _Search | None:
+        """None: its assignment is gone, and so is the document."""
+        topic, partition, _, epoch = position
+        return self._searches.get((topic, partition, epoch))

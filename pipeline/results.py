@@ -4,6 +4,7 @@ Pure functions. Where a row goes, and how, is the sink's; what happens to a fail
 """
 
 import base64
+import binascii
 import hashlib
 import re
 import sys
@@ -85,7 +86,7 @@ def row_id(identity: Identity) -> str:
     `{job}:{task}:sha256-{hex of the id}`. A job or task that no setting could name (an unreadable message has any)
     would make the colons ambiguous: then `::sha256-{hex of all three}`.
     """
-    job, task, document_id = identity.job, identity.task, identity.document_id
+    job, task, document_id = identity
     if not _are_nameable(job, task):
         return f"::sha256-{_sha256(chr(0).join((job, task, document_id)))}"
     plain = f"{job}:{task}:{document_id}"
@@ -111,7 +112,8 @@ def row_version(timestamp_ms: int, offset: int, attempt: int) -> int:
     Bits, high to low: 42 of the record's timestamp (0 where it lies outside), 17 of the offset, 4 of the attempt.
     """
     timestamp = timestamp_ms if 0 <= timestamp_ms < _TIMESTAMP_LIMIT else 0
-    attempt = min(max(attempt, 0), MAX_ATTEMPT)
+    if not 0 <= attempt <= MAX_ATTEMPT:
+        attempt = min(max(attempt, 0), MAX_ATTEMPT)
     return timestamp << _TIMESTAMP_SHIFT | offset % _OFFSET_MODULUS << _ATTEMPT_BITS | attempt
 
 
@@ -163,7 +165,7 @@ class AnswerReader:
             return self._read_label(output)
         if self._validator is not None:
             return self._read_json(output, self._validator)
-        return Answer(text=output.text)
+        return Answer(output.text)
 
     def _read_label(self, output: InferenceOutput) -> Answer:
         if output.label_id is None or not 0 <= output.label_id < len(self._labels):
@@ -341,7 +343,7 @@ def packed_prompt(token_ids: Sequence[int]) -> str:
     packed = array("i", token_ids)  # the same bytes as unsigned: ids are below 2^31
     if sys.byteorder == "big":
         packed.byteswap()
-    return base64.b64encode(packed).decode("ascii")
+    return binascii.b2a_base64(packed, newline=False).decode("ascii")
 
 
 def _result_source(document: Document | RejectedDocument) -> ResultSource:

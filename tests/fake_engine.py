@@ -82,6 +82,10 @@ class FakeEngine:
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
+        # Looking for tokens in every prompt is the larger part of an answer otherwise.
+        self._is_good = all(
+            getattr(behaviour, name) < 0 for name in behaviour.__slots__ if "_on_" in name or "_after" in name
+        )
         self._waiting: dict[int, deque[InferenceRequest]] = {}  # priority -> requests
         self._aborted: list[InferenceOutput] = []
         self._num_waiting = 0
@@ -93,7 +97,7 @@ class FakeEngine:
         self._num_begun_tokens = 0
 
     def add_request(self, request: InferenceRequest) -> None:
-        if self._behaviour.hold_on_token in request.token_ids:
+        if not self._is_good and self._behaviour.hold_on_token in request.token_ids:
             self._num_begun_tokens += len(request.token_ids)
             return
         self._waiting.setdefault(request.priority, deque()).append(request)
@@ -125,7 +129,8 @@ class FakeEngine:
         for priority in sorted(self._waiting, reverse=True):
             requests = self._waiting[priority]
             while requests and room:
-                self._misbehave(requests[0])
+                if not self._is_good:
+                    self._misbehave(requests[0])
                 outputs.append(self._answer(requests.popleft()))
                 room -= 1
             if not requests:
@@ -136,7 +141,7 @@ class FakeEngine:
 
     def _answer(self, request: InferenceRequest) -> InferenceOutput:
         output = answer(request)
-        if self._behaviour.not_finite_on_token in request.token_ids:
+        if not self._is_good and self._behaviour.not_finite_on_token in request.token_ids:
             failure = Failure(FailureCode.NUMERIC_ERROR, Stage.ENGINE, "told to be not finite")
             output = InferenceOutput(request.request_id, num_prompt_tokens=len(request.token_ids), failure=failure)
         self._num_waiting -= 1

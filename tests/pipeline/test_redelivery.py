@@ -121,6 +121,17 @@ def test_the_search_goes_on_past_what_commits_tell_until_a_thousand_in_a_row_had
     answers(redeliveries)
 
 
+def test_what_was_asked_for_before_its_search_ended_is_not_looked_up_any_more(make: Make) -> None:
+    _, index, redeliveries = make()
+    elsewhere = [make_document(offset, partition=1) for offset in range(5)]
+    index.rows[None, "default:default:d3"] = StoredRow(row_version(1003, 3, 0), "documents", 1, 3)
+    redeliveries.sift([*documents(*range(10, 3 * LOOK_UP_ROWS)), *elsewhere])
+    compute, done = answers(redeliveries)
+    assert [len(batch) for batch in index.asked] == [LOOK_UP_ROWS, 5], "the other partition's search goes on"
+    assert sorted(compute) == sorted([*range(10, 3 * LOOK_UP_ROWS), 0, 1, 2, 4])
+    assert done == [(3, Verdict.ALREADY_DONE)]
+
+
 def test_a_new_epoch_is_searched_anew_and_the_old_ones_documents_are_handed_back(make: Make) -> None:
     source, index, redeliveries = make()
     index.error = SinkError("gone")
