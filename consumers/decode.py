@@ -38,6 +38,8 @@ MAX_ENVELOPE_BYTES = 2**16  # of a record's key and headers: the row has the key
 
 # The model also reads seconds since 1970 in quotes; the format does not have those.
 _RFC_3339_DEADLINE = re.compile(rb'"deadline"\s*:\s*"\d{4}-\d\d-\d\d[Tt ]')
+# What model_validate_json calls, without its own fifth of the time.
+_READ = DocumentMessage.__pydantic_validator__.validate_json
 _JOB_NAME, _TASK_NAME = re.compile(JOB_PATTERN), re.compile(TASK_NAME_PATTERN)
 _INT_RANGE = range(-(2**63), 2**63)
 _NUM_ERRORS_NAMED = 3
@@ -60,7 +62,7 @@ def decode_document(raw: RawMessage, max_document_bytes: int) -> Document | Reje
         text = f"key and headers have {num_bytes - len(value):,} bytes; at most {MAX_ENVELOPE_BYTES:,} are taken"
         return _reject(raw, None, FailureCode.DOCUMENT_TOO_LARGE, text)
     try:
-        message = DocumentMessage.model_validate_json(value, strict=True)
+        message: DocumentMessage = _READ(value, strict=True)
         _check_beyond_the_model(message, value)
     except ValidationError as error:
         parsed = _parse_leniently(value)

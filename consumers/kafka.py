@@ -206,7 +206,11 @@ class KafkaSource:
                 mean_bytes = (self._tracker.num_bytes - num_bytes) / len(in_flight)
                 self._record_bytes = max(1.0, mean_bytes, 0.8 * self._record_bytes)  # up at once, down slowly
             limit = self._settings.max_document_bytes
-            decoded = [self._decode(raw, limit) for raw in in_flight]  # of 1,000 large and strange messages: a minute
+            decoded = [
+                decode_document(raw, limit) for raw in in_flight
+            ]  # of 1,000 large and strange messages: a minute
+            if self._tracker.suspects_some:
+                decoded = [self._with_suspicion(document) for document in decoded]
             with self._arrived:
                 self._undecoded, self._withheld = (), self._withheld + decoded
         self._commit()
@@ -233,9 +237,8 @@ class KafkaSource:
                     self._to_isolate = None
                     self._arrived.notify_all()
 
-    def _decode(self, raw: RawMessage, limit: int) -> Document | RejectedDocument:
-        document = decode_document(raw, limit)
-        if isinstance(document, Document) and (suspicion := self._tracker.suspicion(raw.position)) is not None:
+    def _with_suspicion(self, document: Document | RejectedDocument) -> Document | RejectedDocument:
+        if isinstance(document, Document) and (suspicion := self._tracker.suspicion(document.position)) is not None:
             return document._replace(suspicion=suspicion)
         return document
 

@@ -167,6 +167,11 @@ class PartitionTracker:
     def raw(self, offset: int) -> RawMessage | None:
         return self._in_flight.get(offset)
 
+    @property
+    def suspects_some(self) -> bool:
+        """Whether `suspicion` says anything of any offset."""
+        return self._suspect_until > 0 or len(self._lost) > 0
+
     def suspicion(self, offset: int) -> Suspicion | None:
         """What earlier owners' deaths say of it; None where it is no suspect."""
         if offset >= self._suspect_until and offset not in self._lost:
@@ -358,6 +363,11 @@ class OffsetTracker:
         """Whether work on it may begin, which for a position of an earlier assignment is never."""
         tracker = self._current(position)
         return tracker is not None and tracker.may_begin(position.offset)
+
+    @property
+    def suspects_some(self) -> bool:
+        """Whether `suspicion` says anything of any position."""
+        return any(tracker.suspects_some for tracker in self._partitions.values())
 
     def suspicion(self, position: SourcePosition) -> Suspicion | None:
         """What workers that died with this document in work say of it. From any thread."""

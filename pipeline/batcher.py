@@ -74,7 +74,10 @@ class _Lap:
 
     def add(self, chain: bytes, sequence: int, num_outputs: int) -> _Key:
         """Its key, among its group's or, where it is the group's first, where its own output puts it."""
-        rank = self.ranks.setdefault(chain[:4], _rank(num_outputs))
+        group = chain[:4]
+        rank = self.ranks.get(group)
+        if rank is None:
+            rank = self.ranks[group] = _rank(num_outputs)
         key = (rank + chain, sequence)
         insort(self.keys, key)
         return key
